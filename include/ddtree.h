@@ -1,0 +1,485 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libddtree: trees for speculative decoding.
+//
+// Pointers are NULL or point to what their type and comment say, in memory of the context's
+// device, and are borrowed until the call returns (on a GPU: until the stream has passed it).
+// Inputs are never written and must not overlap outputs. Everything is validated first: a call
+// that does not return DDT_OK has written nothing. Zero a parameter struct, set struct_size, then
+// the fields you need: what stays zero is absent. Any thread may call anything at any time, as long
+// as calls do not write the same memory.
+
+#ifndef DDTREE_H
+#define DDTREE_H
+
+// Generated from rust/ffi by cbindgen; do not edit. `DDTREE_WRITE_HEADER=1 cargo test --test header` rewrites it.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__cplusplus) && __cplusplus >= 201703L
+#define DDT_NODISCARD [[nodiscard]]
+#elif defined(__GNUC__) || defined(__clang__)
+#define DDT_NODISCARD __attribute__((warn_unused_result))
+#else
+#define DDT_NODISCARD
+#endif
+
+// Most nodes of a tree below its root.
+#define DDT_MAX_NODE_BUDGET 255
+
+// Largest depth of a node; the root has depth 0.
+#define DDT_MAX_DEPTH 32
+
+// IEEE 754 binary32.
+#define DDT_DTYPE_F32 1
+
+// IEEE 754 binary16.
+#define DDT_DTYPE_F16 2
+
+// bfloat16.
+#define DDT_DTYPE_BF16 3
+
+// 32-bit signed integer.
+#define DDT_DTYPE_I32 4
+
+// 64-bit signed integer.
+#define DDT_DTYPE_I64 5
+
+// Byte; also how one-byte floats are passed.
+#define DDT_DTYPE_U8 6
+
+// The CPU.
+#define DDT_DEVICE_CPU 0
+
+// An NVIDIA GPU.
+#define DDT_DEVICE_CUDA 1
+
+// tree_build: depth 1 has no usable token, so the tree is the root alone.
+#define DDT_FLAG_NO_CANDIDATES 1
+
+// tree_build: a NaN or +inf score was ignored, as if it were -inf. tree_accept: a visited row
+// has a NaN, which never wins, or nothing above -inf, which gives token 0.
+#define DDT_FLAG_NONFINITE 2
+
+// tree_build: the candidate list of some depth was shorter than the node budget, a node used its
+// last entry, and the vocabulary has more: the tree may be smaller or worse than it could be.
+#define DDT_FLAG_CANDIDATES_EXHAUSTED 4
+
+// Version of this ABI; changes only with a break. Fields appended to parameter structs are not
+// one, see struct_size.
+#define DDT_ABI_VERSION 1
+
+// A device and what the library keeps for it. Immutable: any number of threads may use one
+// context at the same time.
+typedef struct ddt_context ddt_context;
+
+// Result of a call: DDT_OK, or why nothing was written. 1xx: the caller's mistake, 2xx: the
+// environment, 9xx: a bug in the library. `ddt_last_error` has the sentence.
+typedef int32_t ddt_status;
+
+// Parameters of ddt_context_create.
+typedef struct ddt_context_params {
+  // sizeof(ddt_context_params).
+  uint32_t struct_size;
+  // DDT_ABI_VERSION of the header that the caller was compiled with.
+  uint32_t abi_version;
+  // DDT_DEVICE_*.
+  uint32_t device;
+  // Which device of that kind; 0 for the CPU.
+  int32_t device_index;
+} ddt_context_params;
+
+// A strided tensor in the memory of the context's device. Sizes and strides are in elements;
+// strides are >= 0, and > 0 for outputs. Entries of shape and strides from ndim on are ignored.
+// A tensor with data NULL and dtype 0 is absent.
+typedef struct ddt_tensor {
+  // First element, aligned to its size.
+  void *data;
+  // DDT_DTYPE_*.
+  uint32_t dtype;
+  // Dimensions, at most 4.
+  uint32_t ndim;
+  // Extents.
+  int64_t shape[4];
+  // Distances between neighbours along each dimension.
+  int64_t strides[4];
+} ddt_tensor;
+
+// A batch of trees in caller memory, one row per request. R = num_reqs, N = max_nodes,
+// D = max_depth, W = (N + 31) / 32.
+//
+// Node 0 is the root: the last sampled token. Nodes are in depth-first preorder, best child
+// first, so a parent precedes its children and rows 1..d of a tree are its greedy spine.
+//
+// ddt_tree_build and ddt_tree_mask write every field that is not NULL (num_nodes is required),
+// padding included. The other operations read the fields that they name; those must not be NULL,
+// the others may be.
+typedef struct ddt_tree {
+  // sizeof(ddt_tree).
+  uint32_t struct_size;
+  // R.
+  int32_t num_reqs;
+  // N: length of a row, root counted; 1 to DDT_MAX_NODE_BUDGET + 1.
+  int32_t max_nodes;
+  // D: largest depth that a node may have; 0 to DDT_MAX_DEPTH.
+  int32_t max_depth;
+  // `[R]` nodes with the root; 0 = padding request, which every operation skips.
+  int32_t *num_nodes;
+  // `[R][N]` token ids, padding -1.
+  int32_t *tokens;
+  // `[R][N]` parent nodes, root -1, padding -1.
+  int32_t *parents;
+  // `[R][N]` root 0, padding -1.
+  int32_t *depths;
+  // `[R][N]` best child, none -1, padding -1.
+  int32_t *first_child;
+  // `[R][N]` next worse child of the same parent, none -1, padding -1.
+  int32_t *next_sibling;
+  // `[R][N]` one past the last node of the subtree, padding 0. Node j is i or an ancestor of i
+  // iff `j <= i < subtree_end[j]`.
+  int32_t *subtree_end;
+  // `[R][N][W]` bit j % 32 of word j / 32 is set iff node j is i or an ancestor of i; padding 0.
+  uint32_t *ancestor_bits;
+  // `[R][N][D + 1]` path from the root to the node, which is at `[depth]`; then -1.
+  int32_t *ancestors;
+  // `[R][N]` position of the root plus depth, padding 0.
+  int64_t *positions;
+  // `[R][N]` place in best-first order, root 0, padding -1. The nodes with rank <= b are the
+  // tree of budget b.
+  int32_t *pop_ranks;
+  // `[R]` DDT_FLAG_* bits.
+  uint32_t *flags;
+} ddt_tree;
+
+// Parameters of ddt_tree_build. L = depths that have scores, V = vocabulary, K = candidates.
+typedef struct ddt_tree_build_params {
+  // sizeof(ddt_tree_build_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // `[R,L,V]` f32, f16 or bf16: scores of every token at depths 1 to L. Absent iff candidates
+  // are given.
+  struct ddt_tensor logits;
+  // `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate.
+  struct ddt_tensor candidate_tokens;
+  // `[R,L,K]` f32: unnormalised scores of the candidates.
+  struct ddt_tensor candidate_scores;
+  // `[R,L,K,K]` f32, optional: `[r,d,i,j]` is added to the score of candidate j at depth d + 1
+  // when its parent is candidate i at depth d; at d = 0 the parent is the root and i is 0.
+  struct ddt_tensor transition_scores;
+  // `[L]` optional: the scores of depth d + 1 are multiplied by entry d; finite and > 0.
+  const float *depth_scales;
+  // `[R]` tokens of the roots.
+  const int32_t *root_tokens;
+  // `[R]` positions of the roots, >= 0.
+  const int64_t *root_positions;
+  // `[R]` optional: most nodes below the root, default and limit max_nodes - 1; 0 = root alone,
+  // -1 = padding request.
+  const int32_t *node_budgets;
+  // `[R]` optional: largest depth, >= 0; min(L, max_depth) is a limit in any case.
+  const int32_t *depth_caps;
+  // `[R][max_stop_tokens]` optional: nothing grows below these tokens; padding -1. The root is
+  // not looked up: it has been sampled, and whether that ended the request is the caller's
+  // to know.
+  const int32_t *stop_tokens;
+  // Row length of stop_tokens.
+  int32_t max_stop_tokens;
+  // Most candidates per depth taken from logits; 0 = as many as the budget can use. Must be 0
+  // with candidates.
+  int32_t max_candidates;
+  // `[R]` optional: stop tokens at a smaller depth than this do not end a path.
+  const int32_t *stop_min_depths;
+  // Reserved, must be NULL.
+  const uint64_t *seeds;
+  // Caller memory of at least ddt_tree_build_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+  // Where the trees go.
+  struct ddt_tree *tree;
+} ddt_tree_build_params;
+
+// Parameters of ddt_tree_mask.
+typedef struct ddt_tree_mask_params {
+  // sizeof(ddt_tree_mask_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // R, as in the tree.
+  int32_t num_reqs;
+  // N, as in the tree.
+  int32_t max_nodes;
+  // `[R]` 0 = padding request.
+  const int32_t *num_nodes;
+  // `[R][N]` optional; without it the tree's tokens are -1.
+  const int32_t *tokens;
+  // `[R][N]` `parents[0] = -1` and `0 <= parents[i] < i`; entries from num_nodes on are ignored.
+  const int32_t *parents;
+  // `[R][N]` optional: siblings are ordered by it, lower first, ties by index; it becomes the
+  // tree's pop_ranks. The default is the index.
+  const int32_t *priorities;
+  // `[R]` optional, >= 0, default 0.
+  const int64_t *root_positions;
+  // `[R][N]` out, optional: the index in the input of each node of the tree, padding -1.
+  int32_t *order;
+  // Where the trees go.
+  struct ddt_tree *tree;
+} ddt_tree_mask_params;
+
+// Parameters of ddt_tree_attention. T = rows, Hq and Hkv = query and KV heads, Dh = head dim.
+//
+// Row rule of all operations: request r owns rows `query_start[r]` to `query_start[r + 1] - 1`,
+// and the last `num_nodes[r]` of them are the nodes of its tree in order. Rows before the root
+// are a chain.
+typedef struct ddt_tree_attention_params {
+  // sizeof(ddt_tree_attention_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // `[T,Hq,Dh]` f32, f16 or bf16.
+  struct ddt_tensor query;
+  // `[blocks,Hkv,block_size,Dh]` dtype of query, or f32.
+  struct ddt_tensor key_cache;
+  // `[blocks,Hkv,block_size,Dh]` dtype of key_cache; strides may differ.
+  struct ddt_tensor value_cache;
+  // `[R,max_blocks]` i32.
+  struct ddt_tensor block_table;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[R]` tokens in the KV cache, this step's rows included.
+  const int32_t *seq_lens;
+  // Reads num_nodes, ancestor_bits.
+  struct ddt_tree *tree;
+  // Factor of the scores.
+  float softmax_scale;
+  // Scores become cap * tanh(score / cap); 0 = none.
+  float logit_softcap;
+  // `[T,Hq,Dh]` out, dtype of query; rows of no request are not written.
+  struct ddt_tensor out;
+  // Caller memory of at least ddt_tree_attention_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_tree_attention_params;
+
+// One gated-delta-net layer: weights, recurrent state and the stash that commit replays.
+// Hk and Hv = key and value heads; head dim 128, conv width 4; C = 2 * Hk * 128 + Hv * 128
+// channels in the order q, k, v.
+typedef struct ddt_gdn_layer {
+  // `[C,4]` newest tap last.
+  struct ddt_tensor conv_weight;
+  // `[C]` optional.
+  struct ddt_tensor conv_bias;
+  // `[slots,C,3]` last conv inputs, newest last.
+  struct ddt_tensor conv_state;
+  // `[slots,Hv,128,128]` f32, value dimension before key dimension.
+  struct ddt_tensor ssm_state;
+  // `[T,C]` conv inputs of each row, dtype of mixed_qkv.
+  struct ddt_tensor stash_qkv;
+  // `[T,2,Hv]` f32: log decay, then beta, of each row.
+  struct ddt_tensor stash_gates;
+} ddt_gdn_layer;
+
+// Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params, without rows before the
+// root.
+typedef struct ddt_gdn_verify_params {
+  // sizeof(ddt_gdn_verify_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // The layer: conv_state and ssm_state are read, the stash is written.
+  struct ddt_gdn_layer layer;
+  // `[T,C]` inputs of the convolution.
+  struct ddt_tensor mixed_qkv;
+  // `[T,Hv]` inputs of the decay.
+  struct ddt_tensor a;
+  // `[T,Hv]` inputs of beta.
+  struct ddt_tensor b;
+  // `[Hv]`.
+  struct ddt_tensor a_log;
+  // `[Hv]`.
+  struct ddt_tensor dt_bias;
+  // `[R]` slot of the request in conv_state and ssm_state; negative = padding request.
+  const int32_t *state_slots;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // Reads num_nodes, parents, depths, ancestors.
+  struct ddt_tree *tree;
+  // Factor of the queries; 0 = 128^-0.5.
+  float scale;
+  // Epsilon of the L2 norm of queries and keys.
+  float norm_eps;
+  // `[T,Hv,128]` out.
+  struct ddt_tensor out;
+  // Caller memory of at least ddt_gdn_verify_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_gdn_verify_params;
+
+// Parameters of ddt_tree_accept. Rows as for ddt_tree_attention_params.
+typedef struct ddt_tree_accept_params {
+  // sizeof(ddt_tree_accept_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // Reads num_nodes, tokens, first_child, next_sibling; sets bits of flags unless NULL.
+  struct ddt_tree *tree;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[T,V]` f32, f16 or bf16, processed by the caller: each row chooses its largest logit, the
+  // lowest id among equals, never a NaN. Absent iff node_tokens is given.
+  struct ddt_tensor logits;
+  // `[T]` the token that the caller sampled from the target at each row.
+  const int64_t *node_tokens;
+  // `[R]` out: accepted nodes, root not counted; -1 for a padding request.
+  int32_t *num_accepted;
+  // `[R][D]` out: the accepted nodes from depth 1 on, padding -1.
+  int32_t *accepted_nodes;
+  // `[R][D + 1]` out: their tokens, then the bonus token, padding -1.
+  int64_t *output_tokens;
+  // Caller memory of at least ddt_tree_accept_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_tree_accept_params;
+
+// The KV cache of one attention layer.
+typedef struct ddt_kv_layer {
+  // `[blocks,Hkv,block_size,Dh]` any dtype.
+  struct ddt_tensor key_cache;
+  // `[blocks,Hkv,block_size,Dh]` any dtype; strides may differ.
+  struct ddt_tensor value_cache;
+  // `[T]` block * block_size + offset of each row, negative = none.
+  const int64_t *row_slots;
+} ddt_kv_layer;
+
+// Parameters of ddt_commit.
+typedef struct ddt_commit_params {
+  // sizeof(ddt_commit_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // Length of gdn_layers.
+  int32_t num_gdn_layers;
+  // Length of kv_layers.
+  int32_t num_kv_layers;
+  // `[num_gdn_layers]` the stash is read, conv_state and ssm_state are written.
+  const struct ddt_gdn_layer *gdn_layers;
+  // `[num_kv_layers]` caches to compact.
+  const struct ddt_kv_layer *kv_layers;
+  // Reads num_nodes.
+  struct ddt_tree *tree;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[R]` as ddt_tree_accept wrote it.
+  const int32_t *num_accepted;
+  // `[R][D]` as ddt_tree_accept wrote it.
+  const int32_t *accepted_nodes;
+  // `[R]` slot of each request, negative = padding request.
+  const int32_t *state_slots;
+  // `[R]` optional: a second slot that receives the state after snapshot_tokens rows; -1 = none.
+  const int32_t *snapshot_slots;
+  // `[R]` rows of this round, root included, that the snapshot contains: 1 to num_accepted + 1.
+  const int32_t *snapshot_tokens;
+  // Caller memory of at least ddt_commit_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_commit_params;
+
+// Success.
+#define DDT_OK 0
+
+// A required pointer is NULL.
+#define DDT_NULL_POINTER 100
+
+// struct_size is too small, too large or not a multiple of the struct's alignment.
+#define DDT_INVALID_STRUCT 101
+
+// A shape, stride or length is negative, overflows or disagrees with another one.
+#define DDT_INVALID_SHAPE 102
+
+// A tensor has a dtype that the argument does not accept.
+#define DDT_INVALID_DTYPE 103
+
+// A value lies outside of its documented range.
+#define DDT_INVALID_VALUE 104
+
+// The workspace is smaller than the size query says.
+#define DDT_WORKSPACE_TOO_SMALL 105
+
+// The caller was compiled against another DDT_ABI_VERSION.
+#define DDT_ABI_MISMATCH 106
+
+// A pointer is not aligned to its element.
+#define DDT_MISALIGNED 107
+
+// This build or this version cannot do what was asked.
+#define DDT_UNSUPPORTED 200
+
+// No such device.
+#define DDT_NO_DEVICE 201
+
+// The build contains no code for the device's architecture.
+#define DDT_ARCH_NOT_BUILT 202
+
+// The CUDA driver reported an error.
+#define DDT_CUDA_ERROR 203
+
+// Memory ran out.
+#define DDT_OUT_OF_MEMORY 204
+
+// A panic was caught: a bug in the library.
+#define DDT_PANIC 900
+
+// Any other bug in the library.
+#define DDT_INTERNAL 901
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Makes a context for a device.
+//
+// Writes: `*out`, to be freed with `ddt_context_free`.
+//
+// Errors: DDT_NULL_POINTER, DDT_INVALID_STRUCT, DDT_ABI_MISMATCH (abi_version is not the
+// library's), DDT_INVALID_VALUE (unknown device, or a device_index other than 0 for the CPU),
+// DDT_UNSUPPORTED (a device that this build has no backend for).
+DDT_NODISCARD
+ddt_status ddt_context_create(const struct ddt_context_params *params,
+                              struct ddt_context **out);
+
+// Frees a context; NULL is allowed. No call may be using it.
+void ddt_context_free(struct ddt_context *context);
+
+// Name of a status, such as "DDT_INVALID_SHAPE"; "DDT_STATUS_UNKNOWN" for any other number.
+// The string is static.
+const char *ddt_status_name(ddt_status status);
+
+// Copies the message of this thread's most recent call that can fail: `op: what was wrong: got
+// X, want Y`, or the empty string if that call succeeded. Reading does not clear it.
+//
+// Writes: up to `len` bytes to `buf`, NUL-terminated and cut between UTF-8 characters; the size
+// of the whole message with its NUL to `needed`. Either pointer may be NULL, `buf` only with
+// `len` 0.
+//
+// Errors: DDT_NULL_POINTER (buf is NULL and len is not 0), without a message of its own.
+ddt_status ddt_last_error(char *buf, size_t len, size_t *needed);
+
+// The DDT_ABI_VERSION that the library was built with.
+uint32_t ddt_abi_version(void);
+
+// Version of the library, such as "0.1.0". The string is static.
+const char *ddt_version(void);
+
+// One line for bug reports: version, ABI and the backends of this build. The string is static.
+const char *ddt_build_info(void);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* DDTREE_H */

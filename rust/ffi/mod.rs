@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The C ABI. `include/ddtree.h` is generated from this module; its conventions are written in
+//! `include/README.md`.
+//!
+//! Each operation has one file: it reads the parameter struct, checks every pointer, shape and
+//! value, calls the safe function of the same name, and only then writes outputs.
+
+// the contract of every pointer is written once, at the top of the header and in include/README.md
+#![allow(clippy::missing_safety_doc)]
+
+mod context;
+mod guard;
+mod ptr;
+mod status;
+mod types;
+mod version;
+
+pub use context::*;
+pub use status::*;
+pub use types::*;
+pub use version::*;

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Checked access to caller memory: versioned structs, arrays, tensors and tree fields.
+
+use std::mem::MaybeUninit;
+
+use super::types::{ddt_tensor, ddt_tree};
+use crate::dtype::DType;
+use crate::error::{Result, bail};
+use crate::tensor::{MAX_NDIM, TensorMut, TensorRef};
+use crate::tree::{MAX_DEPTH, MAX_NODE_BUDGET};
+
+/// A struct larger than this is taken for a mistake, so that a wild struct_size reads nothing.
+const MAX_STRUCT_SIZE: usize = 4096;
+
+/// A parameter struct that starts with `uint32_t struct_size`.
+///
+/// # Safety
+/// The type must be `repr(C)`, start with that field, have no padding, and be valid when all
+/// bytes are zero.
+pub(super) unsafe trait Versioned: Copy {
+    /// Smallest size accepted: the end of the last field that has no "absent" value.
+    const MIN_SIZE: usize;
+}
+
+/// Copies a versioned struct. Fields beyond a smaller struct_size read as zero; a larger one is
+/// accepted if this version would not miss anything, that is if the rest is zero.
+///
+/// # Safety
+/// `params` must be NULL, or readable for a `u32` and for as many bytes as that number says.
+pub(super) unsafe fn versioned<T: Versioned>(params: *const T, name: &str) -> Result<T> {
+    check_pointer(params, name)?;
+    let bytes = params.cast::<u8>();
+    // SAFETY: not NULL, aligned for T, and readable for its first field.
+    let size = unsafe { bytes.cast::<u32>().read() } as usize;
+    let known = size_of::<T>();
+    if size < T::MIN_SIZE || size > MAX_STRUCT_SIZE || !size.is_multiple_of(align_of::<T>()) {
+        bail!(
+            InvalidStruct,
+            "{name}.struct_size: got {size}, want {known} (from {} on, a multiple of {})",
+            T::MIN_SIZE,
+            align_of::<T>()
+        );
+    }
+    // SAFETY: the caller vouches for `size` bytes.
+    let tail = unsafe { std::slice::from_raw_parts(bytes.add(known.min(size)), size.saturating_sub(known)) };
+    if tail.iter().any(|&byte| byte != 0) {
+        bail!(
+            Unsupported,
+            "{name}.struct_size: got {size} with values set beyond byte {known}, want those zero: this library is older than the caller"
+        );
+    }
+    let mut copy = MaybeUninit::<T>::zeroed();
+    // SAFETY: both ranges hold min(size, known) bytes, and T is valid for any such contents.
+    unsafe {
+        copy.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes, known.min(size));
+        Ok(copy.assume_init())
+    }
+}
+
+/// Refuses flag bits that this version does not know.
+pub(super) fn no_flags(flags: u32) -> Result<()> {
+    if flags != 0 {
+        bail!(Unsupported, "params.flags: got {flags:#x}, want 0");
+    }
+    Ok(())
+}
+
+fn check_pointer<T>(pointer: *const T, name: &str) -> Result<()> {
+    if pointer.is_null() {
+        bail!(NullPointer, "{name}: got NULL, want a pointer");
+    }
+    if !pointer.is_aligned() {
+        bail!(Misaligned, "{name}: got address {pointer:p}, want a multiple of {}", align_of::<T>());
+    }
+    Ok(())
+}
+
+/// Checks pointer and size of an array of `len` elements; NULL is fine for an empty one.
+fn check_array<T>(pointer: *const T, len: usize, name: &str) -> Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    check_pointer(pointer, name)?;
+    let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
+    if bytes.and_then(|bytes| (pointer as usize).checked_add(bytes)).is_none() {
+        bail!(InvalidShape, "{name} length: got {len}, want one that memory can hold");
+    }
+    Ok(())
+}
+
+/// A required input array.
+///
+/// # Safety
+/// `pointer` must be NULL or readable for `len` elements that nobody writes while the slice lives.
+pub(super) unsafe fn input<'a, T: Copy>(pointer: *const T, len: usize, name: &str) -> Result<&'a [T]> {
+    check_array(pointer, len, name)?;
+    if len == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: checked above, the rest is the caller's promise.
+    Ok(unsafe { std::slice::from_raw_parts(pointer, len) })
+}
+
+/// An input array that may be absent (NULL).
+///
+/// # Safety
+/// As for [`input`].
+pub(super) unsafe fn optional_input<'a, T: Copy>(
+    pointer: *const T,
+    len: usize,
+    name: &str,
+) -> Result<Option<&'a [T]>> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { input(pointer, len, name) }.map(Some)
+}
+
+/// An output array: write-only, so it may hold anything and may overlap inputs that have been
+/// read already.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Output<T> {
+    pointer: *mut T,
+    len: usize,
+}
+
+impl<T: Copy> Output<T> {
+    /// Writes element `i`. Panics outside of the array.
+    pub(super) fn write(&mut self, i: usize, value: T) {
+        assert!(i < self.len, "output index {i} of {}", self.len);
+        // SAFETY: inside of the array that `output` was promised.
+        unsafe { self.pointer.add(i).write(value) };
+    }
+
+    /// Writes `values` from element `start` on. Panics outside of the array.
+    pub(super) fn write_all(&mut self, start: usize, values: impl IntoIterator<Item = T>) {
+        for (i, value) in values.into_iter().enumerate() {
+            self.write(start + i, value);
+        }
+    }
+
+    /// Writes `value` to elements `start..end`. Panics outside of the array.
+    pub(super) fn fill(&mut self, start: usize, end: usize, value: T) {
+        for i in start..end {
+            self.write(i, value);
+        }
+    }
+}
+
+impl Output<u32> {
+    /// Sets bits of element `i`, which the caller has initialised. Panics outside of the array.
+    pub(super) fn set_bits(&mut self, i: usize, bits: u32) {
+        assert!(i < self.len, "output index {i} of {}", self.len);
+        // SAFETY: inside of the array that `output` was promised.
+        unsafe { *self.pointer.add(i) |= bits };
+    }
+}
+
+/// A required output array.
+///
+/// # Safety
+/// `pointer` must be NULL or writable for `len` elements until the call ends.
+pub(super) unsafe fn output<T: Copy>(pointer: *mut T, len: usize, name: &str) -> Result<Output<T>> {
+    check_array(pointer, len, name)?;
+    Ok(Output { pointer, len })
+}
+
+/// An output array that may be absent (NULL).
+///
+/// # Safety
+/// As for [`output`].
+pub(super) unsafe fn optional_output<T: Copy>(
+    pointer: *mut T,
+    len: usize,
+    name: &str,
+) -> Result<Option<Output<T>>> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { output(pointer, len, name) }.map(Some)
+}
+
+/// Whether the caller left a tensor out.
+pub(super) fn is_absent(tensor: &ddt_tensor) -> bool {
+    tensor.data.is_null() && tensor.dtype == 0
+}
+
+/// Checks what a raw tensor says about itself; returns its dtype.
+fn check_tensor(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<DType> {
+    if is_absent(tensor) {
+        bail!(
+            NullPointer,
+            "{name}: got an absent tensor (data NULL, dtype 0), want one of {ndim} dimensions"
+        );
+    }
+    let Some(dtype) = DType::from_abi(tensor.dtype) else {
+        bail!(InvalidDtype, "{name} dtype: got number {}, want 1..=6 (DDT_DTYPE_*)", tensor.dtype);
+    };
+    if tensor.ndim as usize != ndim || ndim > MAX_NDIM {
+        bail!(InvalidShape, "{name} ndim: got {}, want {ndim}", tensor.ndim);
+    }
+    Ok(dtype)
+}
+
+/// A required input tensor of `ndim` dimensions.
+///
+/// # Safety
+/// Its elements must be readable, and nobody may write them while the view lives.
+pub(super) unsafe fn tensor<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorRef<'a>> {
+    let dtype = check_tensor(tensor, ndim, name)?;
+    // SAFETY: the caller's promise.
+    unsafe {
+        TensorRef::from_raw(name, tensor.data.cast(), dtype, &tensor.shape[..ndim], &tensor.strides[..ndim])
+    }
+}
+
+/// An input tensor that may be absent.
+///
+/// # Safety
+/// As for [`tensor`].
+pub(super) unsafe fn optional_tensor<'a>(
+    raw: &ddt_tensor,
+    ndim: usize,
+    name: &str,
+) -> Result<Option<TensorRef<'a>>> {
+    if is_absent(raw) {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { tensor(raw, ndim, name) }.map(Some)
+}
+
+/// A required output (or in-out) tensor of `ndim` dimensions.
+///
+/// # Safety
+/// Its elements must be writable, and nobody else may use them while the view lives.
+pub(super) unsafe fn tensor_mut<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorMut<'a>> {
+    let dtype = check_tensor(tensor, ndim, name)?;
+    // SAFETY: the caller's promise.
+    unsafe {
+        TensorMut::from_raw(name, tensor.data.cast(), dtype, &tensor.shape[..ndim], &tensor.strides[..ndim])
+    }
+}
+
+/// The checked extents of a `ddt_tree`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TreeDims {
+    /// Requests, R.
+    pub(super) num_reqs: usize,
+    /// Row length with the root, N.
+    pub(super) max_nodes: usize,
+    /// Largest depth, D.
+    pub(super) max_depth: usize,
+}
+
+impl TreeDims {
+    /// Length of the `[R][N]` fields.
+    pub(super) fn num_slots(&self) -> usize {
+        self.num_reqs * self.max_nodes
+    }
+
+    /// Words of one row of ancestor_bits, W.
+    pub(super) fn words(&self) -> usize {
+        self.max_nodes.div_ceil(32)
+    }
+
+    /// Length of ancestor_bits, `[R][N][W]`.
+    pub(super) fn bits_len(&self) -> usize {
+        self.num_slots() * self.words()
+    }
+
+    /// Length of ancestors, `[R][N][D + 1]`.
+    pub(super) fn ancestors_len(&self) -> usize {
+        self.num_slots() * (self.max_depth + 1)
+    }
+}
+
+/// Copies a `ddt_tree` and checks its extents; the fields' pointers are checked by whoever uses
+/// them, with the lengths of [`TreeDims`].
+///
+/// # Safety
+/// As for [`versioned`].
+pub(super) unsafe fn tree(tree: *const ddt_tree) -> Result<(ddt_tree, TreeDims)> {
+    // SAFETY: the caller's promise.
+    let tree = unsafe { versioned(tree, "tree") }?;
+    if tree.num_reqs < 0 {
+        bail!(InvalidShape, "tree.num_reqs: got {}, want >= 0", tree.num_reqs);
+    }
+    if !(1..=MAX_NODE_BUDGET as i32 + 1).contains(&tree.max_nodes) {
+        bail!(InvalidShape, "tree.max_nodes: got {}, want 1..={}", tree.max_nodes, MAX_NODE_BUDGET + 1);
+    }
+    if !(0..=MAX_DEPTH as i32).contains(&tree.max_depth) {
+        bail!(InvalidShape, "tree.max_depth: got {}, want 0..={MAX_DEPTH}", tree.max_depth);
+    }
+    let dims = TreeDims {
+        num_reqs: tree.num_reqs as usize,
+        max_nodes: tree.max_nodes as usize,
+        max_depth: tree.max_depth as usize,
+    };
+    Ok((tree, dims))
+}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Trees for speculative decoding: build one from a drafter's scores, verify all of it in one
+//! forward of a hybrid (gated delta net + attention) target, and commit the accepted path.
+//!
+//! One decoding round is five calls, and a sixth for runtimes that build their own trees:
+//!
+//! 1. [`tree_build`]: a tree per request, best first under a node budget.
+//! 2. `tree_attention` in each attention layer, `gdn_verify` in each recurrent layer.
+//! 3. [`tree_accept`]: walk the target's choices down the tree.
+//! 4. `commit`: replay the accepted path into the recurrent state and compact the KV cache.
+//!
+//! [`tree_mask`] turns any parent array into the same tree layout. The C ABI of the same
+//! operations is `include/ddtree.h`, generated from [`ffi`].
+#![deny(clippy::unwrap_used, clippy::expect_used)]
+
+mod dtype;
+mod error;
+pub mod ffi;
+mod tensor;
+mod tree;
+
+pub use dtype::DType;
+pub use error::{Error, Result, Status};
+pub use tensor::{Element, TensorMut, TensorRef};
+pub use tree::{MAX_DEPTH, MAX_NODE_BUDGET, RequestRows, request_rows};
