@@ -85,22 +85,29 @@ pub(crate) fn check_layer(
     ssm_state: &TensorRef,
 ) -> Result<()> {
     let channels = heads.channels();
-    want_shape(conv_weight, "conv_weight", &[channels, GDN_CONV_WIDTH])?;
+    conv_weight.want_shape("conv_weight", &[channels, GDN_CONV_WIDTH])?;
     conv_weight.want_dtype("conv_weight", DType::FLOATS)?;
     if let Some(bias) = conv_bias {
-        want_shape(bias, "conv_bias", &[channels])?;
+        bias.want_shape("conv_bias", &[channels])?;
         bias.want_dtype("conv_bias", DType::FLOATS)?;
     }
-    want_ndim(conv_state, "conv_state", 3)?;
+    conv_state.want_ndim("conv_state", 3)?;
     conv_state.want_dim("conv_state", 1, channels, "channels")?;
     conv_state.want_dim("conv_state", 2, WINDOW, "taps before the current token")?;
     // a narrower window would round inputs that this round's convolution saw unrounded
     conv_state.want_dtype("conv_state", &[qkv_dtype, DType::F32])?;
-    want_ndim(ssm_state, "ssm_state", 4)?;
+    ssm_state.want_ndim("ssm_state", 4)?;
     ssm_state.want_dim("ssm_state", 1, heads.num_v, "value heads")?;
     ssm_state.want_dim("ssm_state", 2, GDN_HEAD_DIM, "value dim")?;
     ssm_state.want_dim("ssm_state", 3, GDN_HEAD_DIM, "key dim")?;
     ssm_state.want_dtype("ssm_state", &[DType::F32])
+}
+
+/// Checks the stash of `num_rows` rows, but not the dtype of its raw inputs.
+pub(crate) fn check_stash(heads: Heads, num_rows: usize, qkv: &TensorRef, gates: &TensorRef) -> Result<()> {
+    qkv.want_shape("stash_qkv", &[num_rows, heads.channels()])?;
+    gates.want_shape("stash_gates", &[num_rows, 2, heads.num_v])?;
+    gates.want_dtype("stash_gates", &[DType::F32])
 }
 
 /// Checks that `slot` exists in both states of a layer.
@@ -243,17 +250,6 @@ impl Inputs {
             taps.at(tap).store_f32(0, self.row(first + tap));
         }
     }
-}
-
-/// Log decay `-exp(a_log) * softplus(a + dt_bias)`, never positive.
-pub(crate) fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f32 {
-    let x = a + dt_bias;
-    let softplus = if x > 20.0 { x } else { x.exp().ln_1p() };
-    -a_log.exp() * softplus
-}
-
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
 }
 
 /// The recurrent state S of one head, `[key][value]` cut into blocks of 16 value lanes, so

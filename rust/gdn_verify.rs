@@ -25,7 +25,7 @@ use crate::error::{Result, bail};
 use crate::gdn::{self, Conv, GDN_CONV_WIDTH, GDN_HEAD_DIM, Head, HeadState, Heads, Inputs, WINDOW};
 use crate::lanes::{add_scaled, dot};
 use crate::tensor::{TensorMut, TensorRef};
-use crate::tree::{RequestRows, request_rows};
+use crate::tree::{MAX_DEPTH, RequestRows, request_rows};
 
 /// Arguments of [`gdn_verify`]. T = rows, R = requests, N = `max_nodes`, D = `max_depth`; Hk and
 /// Hv = key and value heads, Hv a multiple of Hk, value head h uses key head `h / (Hv / Hk)`;
@@ -94,44 +94,317 @@ pub struct GdnVerify<'a> {
 /// `InvalidShape`, `InvalidDtype`; `InvalidValue` for a slot, row or tree out of range or a tree
 /// that contradicts itself. Nothing is written then.
 pub fn gdn_verify(mut args: GdnVerify) -> Result<()> {
-    let checked = Checked::new(&args)?;
-    let heads = checked.heads;
+    let plan = Plan::new(&args)?;
+    let heads = plan.heads;
     let qkv_dtype = args.mixed_qkv.dtype();
     let conv = Conv::new(&args.conv_weight, args.conv_bias.as_ref(), qkv_dtype);
+    let decay_weights: Vec<_> = (0..heads.num_v)
+        .map(|head| (args.a_log.get_f32(&[head]), args.dt_bias.get_f32(&[head])))
+        .collect();
     let mut inputs = Inputs::new(heads.channels());
     let mut raw = vec![0; heads.channels() * qkv_dtype.size()];
     let mut state = HeadState::new();
-    for request in &checked.requests {
+    for request in &plan.requests {
         let rows = request.rows;
-        let num_nodes = rows.num_nodes;
         inputs.start(&args.conv_state.at(request.slot));
-        for node in 0..num_nodes {
-            let row = args.mixed_qkv.at(rows.of_node(node));
-            inputs.push(&row);
-            row.load_bytes(&mut raw);
-            args.stash_qkv.at(rows.of_node(node)).store_bytes(&raw);
+        let mut gates = Vec::with_capacity(rows.num_nodes);
+        for row in (0..rows.num_nodes).map(|node| rows.of_node(node)) {
+            let raw_input = args.mixed_qkv.at(row);
+            inputs.push(&raw_input);
+            raw_input.load_bytes(&mut raw);
+            args.stash_qkv.at(row).store_bytes(&raw);
+            let gate = Gates::new(&args.a.at(row), &args.b.at(row), &decay_weights);
+            let mut stash = args.stash_gates.at(row);
+            stash.at(0).store_f32(0, &gate.log_decays);
+            stash.at(1).store_f32(0, &gate.betas);
+            gates.push(gate);
         }
-        let gates = gates(&args, heads, rows);
-        for node in 0..num_nodes {
-            let mut stash = args.stash_gates.at(rows.of_node(node));
-            stash.at(0).store_f32(0, &gates.log_decay[node * heads.num_v..][..heads.num_v]);
-            stash.at(1).store_f32(0, &gates.beta[node * heads.num_v..][..heads.num_v]);
-        }
-        let taps: Vec<_> = (0..num_nodes).map(|node| taps(request.path(node))).collect();
         for k_head in 0..heads.num_k {
-            let normalized = |channel| -> Vec<Head> {
-                taps.iter()
-                    .map(|&taps| conv.normalized_head(&inputs, taps, channel, checked.norm_eps))
-                    .collect()
-            };
-            let pairs = Pairs::new(request, &normalized(heads.query_channel(k_head)), normalized(heads.key_channel(k_head)));
+            let keys = KeyHead::new(&request.paths, |node, is_query| {
+                let channel = if is_query { heads.query_channel(k_head) } else { heads.key_channel(k_head) };
+                conv.normalized_head(&inputs, request.paths.taps(node), channel, plan.norm_eps)
+            });
             for v_head in heads.value_heads(k_head) {
                 state.load(&args.ssm_state.at(request.slot).at(v_head));
-                let log_decay: Vec<f32> =
-                    (0..num_nodes).map(|node| gates.log_decay[node * heads.num_v + v_head]).collect();
-                let _ = (&log_decay, &pairs);
+                let solution = keys.solve(&request.paths, &state, plan.scale, |node| Value {
+                    value: conv.head(&inputs, request.paths.taps(node), heads.value_channel(v_head)),
+                    log_decay: gates[node].log_decays[v_head],
+                    beta: gates[node].betas[v_head],
+                });
+                for (node, out) in solution.iter().enumerate() {
+                    args.out.at(rows.of_node(node)).at(v_head).store_f32(0, out);
+                }
+            }
+        }
+        for row in rows.of_node(rows.num_nodes)..rows.end {
+            for v_head in 0..heads.num_v {
+                args.out.at(row).at(v_head).store_f32(0, &[0.0; GDN_HEAD_DIM]);
             }
         }
     }
     Ok(())
+}
+
+/// The checked arguments, padding requests left out.
+struct Plan {
+    heads: Heads,
+    scale: f32,
+    norm_eps: f32,
+    requests: Vec<Request>,
+}
+
+struct Request {
+    slot: usize,
+    rows: RequestRows,
+    paths: Paths,
+}
+
+impl Plan {
+    fn new(args: &GdnVerify) -> Result<Self> {
+        args.mixed_qkv.want_ndim("mixed_qkv", 2)?;
+        args.mixed_qkv.want_dtype("mixed_qkv", DType::FLOATS)?;
+        args.ssm_state.want_ndim("ssm_state", 4)?;
+        let &[num_rows, channels] = args.mixed_qkv.shape() else { unreachable!("ndim is 2") };
+        let heads = Heads::new("mixed_qkv", channels, args.ssm_state.shape()[1])?;
+        gdn::check_layer(
+            heads,
+            args.mixed_qkv.dtype(),
+            &args.conv_weight,
+            args.conv_bias.as_ref(),
+            &args.conv_state,
+            &args.ssm_state,
+        )?;
+        for (name, tensor, shape) in [
+            ("a", &args.a, &[num_rows, heads.num_v][..]),
+            ("b", &args.b, &[num_rows, heads.num_v]),
+            ("a_log", &args.a_log, &[heads.num_v]),
+            ("dt_bias", &args.dt_bias, &[heads.num_v]),
+            ("out", &args.out.view(), &[num_rows, heads.num_v, GDN_HEAD_DIM]),
+        ] {
+            tensor.want_shape(name, shape)?;
+            tensor.want_dtype(name, DType::FLOATS)?;
+        }
+        gdn::check_stash(heads, num_rows, &args.stash_qkv.view(), &args.stash_gates.view())?;
+        args.stash_qkv.want_dtype("stash_qkv", &[args.mixed_qkv.dtype()])?;
+        if !args.scale.is_finite() {
+            bail!(InvalidValue, "scale: got {}, want a finite number", args.scale);
+        }
+        let scale = if args.scale == 0.0 { (GDN_HEAD_DIM as f32).sqrt().recip() } else { args.scale };
+        let norm_eps = gdn::norm_eps(args.norm_eps)?;
+        want_len("state_slots", args.state_slots.len(), args.num_nodes.len())?;
+        let nodes = args.num_nodes.len() * args.max_nodes;
+        want_len("tree.parents", args.parents.len(), nodes)?;
+        want_len("tree.depths", args.depths.len(), nodes)?;
+        want_len("tree.ancestors", args.ancestors.len(), nodes * (args.max_depth + 1))?;
+        let mut requests = Vec::new();
+        for (r, rows) in request_rows(args.query_start, args.num_nodes, num_rows)?.into_iter().enumerate() {
+            let slot = args.state_slots[r];
+            if slot < 0 || rows.num_nodes == 0 {
+                continue;
+            }
+            gdn::check_slot("state_slots", r, slot, &args.conv_state, &args.ssm_state)?;
+            requests.push(Request { slot: slot as usize, rows, paths: Paths::new(args, r)? });
+        }
+        Ok(Self { heads, scale, norm_eps, requests })
+    }
+}
+
+fn want_len(name: &str, got: usize, want: usize) -> Result<()> {
+    if got != want {
+        bail!(InvalidShape, "{name} length: got {got}, want {want}");
+    }
+    Ok(())
+}
+
+/// The path from the root to each node of one tree, the node itself last, one after the other.
+struct Paths {
+    nodes: Vec<usize>,
+    /// Where each node's path starts, and the end of the last one.
+    starts: Vec<usize>,
+}
+
+impl Paths {
+    /// Reads request `r`'s ancestors, and checks that they agree with parents and depths.
+    fn new(args: &GdnVerify, r: usize) -> Result<Self> {
+        let num_nodes = args.num_nodes[r] as usize;
+        if num_nodes > args.max_nodes {
+            bail!(InvalidValue, "tree.num_nodes[{r}]: got {num_nodes}, want <= {} (max_nodes)", args.max_nodes);
+        }
+        let mut paths = Self { nodes: Vec::new(), starts: vec![0] };
+        for node in 0..num_nodes {
+            let at = r * args.max_nodes + node;
+            let parent = args.parents[at];
+            let is_root = node == 0;
+            if is_root && parent != -1 || !is_root && !(0..node as i32).contains(&parent) {
+                bail!(
+                    InvalidValue,
+                    "tree.parents[{r}][{node}]: got {parent}, want -1 for the root and an earlier node for others"
+                );
+            }
+            let start = paths.nodes.len();
+            if !is_root {
+                let parent_path = paths.range(parent as usize);
+                paths.nodes.extend_from_within(parent_path);
+            }
+            let depth = paths.nodes.len() - start;
+            paths.nodes.push(node);
+            paths.starts.push(paths.nodes.len());
+            if depth > args.max_depth || args.depths[at] != depth as i32 {
+                bail!(
+                    InvalidValue,
+                    "tree.depths[{r}][{node}]: got {}, want {depth}, at most {} (max_depth)",
+                    args.depths[at],
+                    args.max_depth
+                );
+            }
+            let got = &args.ancestors[at * (args.max_depth + 1)..][..=depth];
+            let want = paths.of(node);
+            if got.iter().zip(want).any(|(&got, &want)| got != want as i32) {
+                bail!(InvalidValue, "tree.ancestors[{r}][{node}]: got {got:?}, want {want:?}");
+            }
+        }
+        Ok(paths)
+    }
+
+    fn num_nodes(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    fn range(&self, node: usize) -> std::ops::Range<usize> {
+        self.starts[node]..self.starts[node + 1]
+    }
+
+    fn of(&self, node: usize) -> &[usize] {
+        &self.nodes[self.range(node)]
+    }
+
+    /// The rows of [`Inputs`] that the convolution at `node` covers: its last ancestors, or the
+    /// window where they reach above the root.
+    fn taps(&self, node: usize) -> [usize; GDN_CONV_WIDTH] {
+        let path = self.of(node);
+        std::array::from_fn(|tap| {
+            // place in the sequence of window and path
+            let place = path.len() + tap;
+            if place < GDN_CONV_WIDTH { place - 1 } else { WINDOW + path[place - GDN_CONV_WIDTH] }
+        })
+    }
+}
+
+/// The gates of one node, for every value head.
+struct Gates {
+    log_decays: Vec<f32>,
+    betas: Vec<f32>,
+}
+
+impl Gates {
+    /// `a` and `b` are `[Hv]`; `decay_weights` has `(a_log, dt_bias)` of each head.
+    fn new(a: &TensorRef, b: &TensorRef, decay_weights: &[(f32, f32)]) -> Self {
+        let mut log_decays = vec![0.0; decay_weights.len()];
+        a.load_f32(0, &mut log_decays);
+        for (x, &(a_log, dt_bias)) in log_decays.iter_mut().zip(decay_weights) {
+            *x = log_decay(*x, a_log, dt_bias);
+        }
+        let mut betas = vec![0.0; decay_weights.len()];
+        b.load_f32(0, &mut betas);
+        for x in &mut betas {
+            *x = sigmoid(*x);
+        }
+        Self { log_decays, betas }
+    }
+}
+
+/// Log decay `-exp(a_log) * softplus(a + dt_bias)`, never positive.
+fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f32 {
+    let x = a + dt_bias;
+    // beyond 20 the two are equal in f32, and exp would overflow at last
+    let softplus = if x > 20.0 { x } else { x.exp().ln_1p() };
+    -a_log.exp() * softplus
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// What one value head adds at a node.
+struct Value {
+    value: Head,
+    log_decay: f32,
+    beta: f32,
+}
+
+/// Queries and keys of all nodes, and their products with the keys on the node's path: what the
+/// value heads of one key head share.
+struct KeyHead {
+    queries: Vec<Head>,
+    keys: Vec<Head>,
+    /// `q_i . k_j`, in the order of [`Paths::nodes`].
+    query_dots: Vec<f32>,
+    /// `k_i . k_j`, likewise.
+    key_dots: Vec<f32>,
+}
+
+impl KeyHead {
+    /// `head(node, is_query)` is the query or key of a node.
+    fn new(paths: &Paths, head: impl Fn(usize, bool) -> Head) -> Self {
+        let queries: Vec<_> = (0..paths.num_nodes()).map(|node| head(node, true)).collect();
+        let keys: Vec<_> = (0..paths.num_nodes()).map(|node| head(node, false)).collect();
+        let mut query_dots = Vec::with_capacity(paths.nodes.len());
+        let mut key_dots = Vec::with_capacity(paths.nodes.len());
+        for node in 0..paths.num_nodes() {
+            for &ancestor in paths.of(node) {
+                query_dots.push(dot(&queries[node], &keys[ancestor]));
+                key_dots.push(dot(&keys[node], &keys[ancestor]));
+            }
+        }
+        Self { queries, keys, query_dots, key_dots }
+    }
+
+    /// The outputs `o_i` of one value head.
+    fn solve(
+        &self,
+        paths: &Paths,
+        state: &HeadState,
+        scale: f32,
+        value: impl Fn(usize) -> Value,
+    ) -> Vec<Head> {
+        let num_nodes = paths.num_nodes();
+        let mut from_state = vec![[0.0; GDN_HEAD_DIM]; num_nodes];
+        state.project(&self.keys, &mut from_state);
+        let mut outs = vec![[0.0; GDN_HEAD_DIM]; num_nodes];
+        state.project(&self.queries, &mut outs);
+        let mut updates: Vec<Head> = Vec::with_capacity(num_nodes);
+        let mut log_decays = Vec::with_capacity(num_nodes);
+        for node in 0..num_nodes {
+            let Value { mut value, log_decay, beta } = value(node);
+            log_decays.push(log_decay);
+            let mut decays = [0.0; MAX_DEPTH + 1];
+            let path = paths.of(node);
+            let mut sum = 0.0f32;
+            for (decay, &below) in decays[..path.len()].iter_mut().zip(path).rev() {
+                *decay = sum.exp();
+                sum += log_decays[below];
+            }
+            let root_decay = sum.exp();
+
+            let range = paths.range(node);
+            let (ancestors, key_dots) = (&path[..path.len() - 1], &self.key_dots[range.clone()]);
+            add_scaled(&mut value, -root_decay, &from_state[node]);
+            for ((&ancestor, decay), key_dot) in ancestors.iter().zip(&decays).zip(key_dots) {
+                add_scaled(&mut value, -decay * key_dot, &updates[ancestor]);
+            }
+            updates.push(value.map(|x| beta * x));
+
+            let out = &mut outs[node];
+            for x in out.iter_mut() {
+                *x *= root_decay;
+            }
+            for ((&ancestor, decay), query_dot) in path.iter().zip(&decays).zip(&self.query_dots[range]) {
+                add_scaled(out, decay * query_dot, &updates[ancestor]);
+            }
+            for x in out {
+                *x *= scale;
+            }
+        }
+        outs
+    }
 }

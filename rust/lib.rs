@@ -16,10 +16,15 @@
 mod dtype;
 mod error;
 pub mod ffi;
+mod gdn;
+mod gdn_verify;
+mod lanes;
 mod tensor;
 mod tree;
 
 pub use dtype::DType;
 pub use error::{Error, Result, Status};
+pub use gdn::{GDN_CONV_WIDTH, GDN_HEAD_DIM};
+pub use gdn_verify::{GdnVerify, gdn_verify};
 pub use tensor::{Element, TensorMut, TensorRef};
 pub use tree::{MAX_DEPTH, MAX_NODE_BUDGET, RequestRows, request_rows};

@@ -114,6 +114,15 @@ impl Layout {
         (rest, i * self.strides[0])
     }
 
+    /// The layout of a matrix with its two axes exchanged.
+    fn transposed(&self) -> Self {
+        assert_eq!(self.ndim, 2, "only a matrix can be transposed");
+        let mut layout = *self;
+        layout.shape.swap(0, 1);
+        layout.strides.swap(0, 1);
+        layout
+    }
+
     /// Checks that this is a vector with elements `start..start + len`; returns its stride.
     #[inline]
     fn span(&self, start: usize, len: usize) -> usize {
@@ -227,6 +236,21 @@ impl<'a> TensorRef<'a> {
         &self.layout.shape[..self.layout.ndim]
     }
 
+    /// Distances between neighbours along each axis, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.layout.strides[..self.layout.ndim]
+    }
+
+    /// Fails with `InvalidShape` unless there are `want` dimensions.
+    pub fn want_ndim(&self, name: &str, want: usize) -> Result<()> {
+        want_ndim(&self.layout, name, want)
+    }
+
+    /// Fails with `InvalidShape` unless the extents are those of `want`.
+    pub fn want_shape(&self, name: &str, want: &[usize]) -> Result<()> {
+        want_shape(&self.layout, name, want)
+    }
+
     /// Fails with `InvalidShape` unless axis `axis` has the extent `want`, which `what` names.
     pub fn want_dim(&self, name: &str, axis: usize, want: usize, what: &str) -> Result<()> {
         want_dim(&self.layout, name, axis, want, what)
@@ -242,6 +266,12 @@ impl<'a> TensorRef<'a> {
     pub fn at(&self, i: usize) -> TensorRef<'a> {
         let (layout, offset) = self.layout.at(i);
         TensorRef { layout, data: self.element(offset), memory: PhantomData }
+    }
+
+    /// A matrix with its two axes exchanged. Panics unless there are two.
+    #[inline]
+    pub fn transposed(&self) -> TensorRef<'a> {
+        TensorRef { layout: self.layout.transposed(), ..*self }
     }
 
     /// The f32 value at `index`; f16 and bf16 are widened. Panics outside of the shape.
@@ -307,6 +337,11 @@ impl<'a> TensorRef<'a> {
         let size = self.layout.dtype.size();
         let stride = self.layout.span(0, self.layout.shape[0]) * size;
         assert_eq!(out.len(), self.layout.shape[0] * size, "byte count of the vector");
+        if stride == size && !out.is_empty() {
+            // SAFETY: `span` checked the range, and the elements are adjacent.
+            unsafe { self.data.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+            return;
+        }
         for (i, element) in out.chunks_exact_mut(size).enumerate() {
             // SAFETY: `span` checked the range and `element` is `size` bytes of other memory.
             unsafe { self.data.add(i * stride).copy_to_nonoverlapping(element.as_mut_ptr(), size) };
@@ -393,6 +428,21 @@ impl<'a> TensorMut<'a> {
         &self.layout.shape[..self.layout.ndim]
     }
 
+    /// Distances between neighbours along each axis, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.layout.strides[..self.layout.ndim]
+    }
+
+    /// Fails with `InvalidShape` unless there are `want` dimensions.
+    pub fn want_ndim(&self, name: &str, want: usize) -> Result<()> {
+        want_ndim(&self.layout, name, want)
+    }
+
+    /// Fails with `InvalidShape` unless the extents are those of `want`.
+    pub fn want_shape(&self, name: &str, want: &[usize]) -> Result<()> {
+        want_shape(&self.layout, name, want)
+    }
+
     /// Fails with `InvalidShape` unless axis `axis` has the extent `want`, which `what` names.
     pub fn want_dim(&self, name: &str, axis: usize, want: usize, what: &str) -> Result<()> {
         want_dim(&self.layout, name, axis, want, what)
@@ -411,22 +461,25 @@ impl<'a> TensorMut<'a> {
         TensorMut { layout, data, memory: PhantomData }
     }
 
+    /// A matrix with its two axes exchanged. Panics unless there are two.
+    #[inline]
+    pub fn transposed(self) -> TensorMut<'a> {
+        TensorMut { layout: self.layout.transposed(), ..self }
+    }
+
     /// Rounds `values` (half to even) to elements `start..start + values.len()` of a
     /// floating-point vector. Panics if that leaves the vector.
     #[inline]
     pub fn store_f32(&mut self, start: usize, values: &[f32]) {
         let stride = self.layout.span(start, values.len());
-        let size = self.layout.dtype.size();
-        for (i, &value) in values.iter().enumerate() {
-            let target = self.data.wrapping_add((start + i) * stride * size);
-            // SAFETY: `span` checked the range, so the element lies in the view's memory.
-            unsafe {
-                match self.layout.dtype {
-                    DType::F32 => target.cast::<f32>().write(value),
-                    DType::F16 => target.cast::<f16>().write(f16::from_f32(value)),
-                    DType::BF16 => target.cast::<bf16>().write(bf16::from_f32(value)),
-                    other => unreachable!("store_f32 to {}", other.name()),
-                }
+        let target = self.data.wrapping_add(start * stride * self.layout.dtype.size());
+        // SAFETY: `span` checked the range, so `values.len()` elements `stride` apart are writable.
+        unsafe {
+            match self.layout.dtype {
+                DType::F32 => store(target.cast::<f32>(), stride, values, |x| x),
+                DType::F16 => store(target.cast::<f16>(), stride, values, f16::from_f32),
+                DType::BF16 => store(target.cast::<bf16>(), stride, values, bf16::from_f32),
+                other => unreachable!("store_f32 to {}", other.name()),
             }
         }
     }
@@ -437,10 +490,27 @@ impl<'a> TensorMut<'a> {
         let size = self.layout.dtype.size();
         let stride = self.layout.span(0, self.layout.shape[0]) * size;
         assert_eq!(values.len(), self.layout.shape[0] * size, "byte count of the vector");
+        if stride == size && !values.is_empty() {
+            // SAFETY: `span` checked the range, and the elements are adjacent.
+            unsafe { self.data.copy_from_nonoverlapping(values.as_ptr(), values.len()) };
+            return;
+        }
         for (i, element) in values.chunks_exact(size).enumerate() {
             // SAFETY: `span` checked the range and `element` is `size` bytes of other memory.
             unsafe { self.data.add(i * stride).copy_from_nonoverlapping(element.as_ptr(), size) };
         }
+    }
+}
+
+/// Writes `values` to elements `stride` apart.
+///
+/// # Safety
+/// All of them must be writable.
+#[inline]
+unsafe fn store<T>(target: *mut T, stride: usize, values: &[f32], convert: impl Fn(f32) -> T) {
+    for (i, &value) in values.iter().enumerate() {
+        // SAFETY: element `i` is one of those the caller vouches for.
+        unsafe { target.add(i * stride).write(convert(value)) };
     }
 }
 
@@ -453,6 +523,21 @@ fn check_distinct(name: &str, layout: &Layout) -> Result<()> {
                 layout.shape[axis]
             );
         }
+    }
+    Ok(())
+}
+
+fn want_ndim(layout: &Layout, name: &str, want: usize) -> Result<()> {
+    if layout.ndim != want {
+        bail!(InvalidShape, "{name} dimensions: got {}, want {want}", layout.ndim);
+    }
+    Ok(())
+}
+
+fn want_shape(layout: &Layout, name: &str, want: &[usize]) -> Result<()> {
+    let got = &layout.shape[..layout.ndim];
+    if got != want {
+        bail!(InvalidShape, "{name} shape: got {got:?}, want {want:?}");
     }
     Ok(())
 }
