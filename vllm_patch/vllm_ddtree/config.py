@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns method "ddtree" into vLLM's "dflash" plus a tree budget, and refuses what cannot work.
+
+The patch calls, in this order: `begin` and `finish` while a SpeculativeConfig is made, `verify`
+once the target's VllmConfig knows its model, `capture_sizes` when CUDA graph sizes are chosen,
+`verify_block_size` when the KV cache block size is final. Everything but the last runs before a
+model loads. Refusals are ValueErrors of one sentence that says what to change.
+
+Afterwards `spec.method` is "dflash", `spec.num_speculative_tokens` is the node budget B (so that
+vLLM's scheduler reserves B + 1 rows per request) and `spec.tree_horizon` is the depth K.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ddtree import compat
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+
+# DDT_MAX_NODE_BUDGET and DDT_MAX_DEPTH of ddtree.h
+MAX_TREE_BUDGET = 255
+MAX_TREE_HORIZON = 32
+DEFAULT_TREE_BUDGET = 31
+
+DRAFTER_ARCHITECTURE = "DFlashDraftModel"
+HYBRID_TARGETS = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+)
+DENSE_TARGETS = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+ATTENTION_HEAD_DIMS = (64, 128, 256)
+MAX_QUERIES_PER_KV_HEAD = 16
+GDN_HEAD_DIM = 128
+GDN_CONV_WIDTH = 4
+
+# Rows of the widest verification graph captured by default. vLLM stops at 512, which is 16
+# requests at budget 31; four times that costs a few graphs more and keeps 64 requests captured.
+MAX_CAPTURE_ROWS = 2048
+
+
+def is_tree(spec: "SpeculativeConfig | None") -> bool:
+    return spec is not None and spec.tree_budget is not None
+
+
+def begin(spec: "SpeculativeConfig") -> None:
+    """Rewrite a user's "ddtree" config before vLLM reads the method.
+
+    Until `finish`, `spec.tree_horizon` holds the user's num_speculative_tokens or None.
+    """
+    if spec.method != "ddtree":
+        # vLLM rebuilds a config from its own fields; take such a copy as it is
+        if spec.method == "dflash" and spec.tree_budget and spec.tree_horizon:
+            spec.num_speculative_tokens = spec.tree_budget
+            return
+        _refuse("tree_budget needs the speculative method 'ddtree'", "set method to 'ddtree'")
+    compat.check_vllm()
+    if spec.tree_horizon is not None:
+        _refuse("tree_horizon is derived", "remove it and set num_speculative_tokens")
+    if spec.tree_budget is None:
+        spec.tree_budget = DEFAULT_TREE_BUDGET
+    if not 1 <= spec.tree_budget <= MAX_TREE_BUDGET:
+        _refuse(
+            f"tree_budget is {spec.tree_budget}",
+            f"set it to 1..{MAX_TREE_BUDGET} nodes (default {DEFAULT_TREE_BUDGET})",
+        )
+    if spec.model is None:
+        _refuse("ddtree needs a drafter", "set --speculative-model to a DFlash drafter")
+    for field, only, advice in (
+        ("rejection_sample_method", "standard", "trees are always verified losslessly"),
+        ("draft_sample_method", "greedy", "the tree itself holds the alternatives"),
+        ("use_local_argmax_reduction", False, "the tree needs the drafter's full logits"),
+        ("use_heterogeneous_vocab", False, "target and drafter must share a vocabulary"),
+        ("enable_adaptive_verification", False, "set a smaller tree_budget instead"),
+        ("num_speculative_tokens_per_batch_size", None, "the tree budget is fixed"),
+        ("max_model_len", None, "the drafter must cover the target's context"),
+        ("prompt_lookup_max", None, "n-gram drafts cannot be mixed with trees"),
+        ("prompt_lookup_min", None, "n-gram drafts cannot be mixed with trees"),
+    ):
+        if (value := getattr(spec, field)) != only:
+            _refuse(f"ddtree does not support {field}={value!r}", f"remove it: {advice}")
+    _refuse_quantised_cache(spec.kv_cache_dtype, "the drafter's kv_cache_dtype")
+
+    spec.method = "dflash"
+    spec.tree_horizon = spec.num_speculative_tokens
+    spec.num_speculative_tokens = spec.tree_budget
+
+
+def finish(spec: "SpeculativeConfig") -> None:
+    """Check the drafter and settle the depth, as soon as the drafter's config is loaded."""
+    hf_config = spec.draft_model_config.hf_config
+    architectures = list(getattr(hf_config, "architectures", None) or [])
+    if architectures != [DRAFTER_ARCHITECTURE]:
+        _refuse(
+            f"the drafter {spec.model} is a {', '.join(architectures) or 'model without a name'}",
+            f"use a plain DFlash drafter ({DRAFTER_ARCHITECTURE})",
+        )
+    tensor_parallel = spec.target_parallel_config.tensor_parallel_size
+    if spec.draft_tensor_parallel_size not in (None, tensor_parallel):
+        _refuse(
+            f"draft_tensor_parallel_size is {spec.draft_tensor_parallel_size}",
+            f"remove it: the drafter runs on the target's {tensor_parallel} ranks",
+        )
+
+    block_size = getattr(hf_config, "block_size", None)
+    if not isinstance(block_size, int) or block_size < 2:
+        _refuse(
+            f"the drafter's config.json has block_size {block_size}",
+            "set it to the block the drafter was trained with, at least 2",
+        )
+    deepest = min(block_size - 1, MAX_TREE_HORIZON)
+    horizon = spec.tree_horizon or deepest
+    if horizon > deepest:
+        limit = "the drafter's block_size - 1" if deepest < MAX_TREE_HORIZON else "the maximum"
+        _refuse(
+            f"num_speculative_tokens (the tree's depth) is {horizon}",
+            f"set it to at most {deepest}, {limit}",
+        )
+    assert spec.tree_budget is not None
+    spec.tree_horizon = min(horizon, spec.tree_budget)
+
+
+def verify(vllm_config: "VllmConfig") -> None:
+    """Refuse what trees cannot do on this target, platform or parallel layout."""
+    cfg = vllm_config
+    spec = cfg.speculative_config
+    parallel, cache = cfg.parallel_config, cfg.cache_config
+    assert spec is not None and spec.tree_budget is not None and spec.tree_horizon is not None
+    for wrong, what, change in (
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism",
+            "set --pipeline-parallel-size 1 (tensor parallelism works)",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism",
+            "set --decode-context-parallel-size 1",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism",
+            "set --prefill-context-parallel-size 1",
+        ),
+        (
+            parallel.use_ubatching,
+            "dual batch overlap",
+            "remove --enable-dbo and --ubatch-size",
+        ),
+        (
+            parallel.enable_batch_sharded_sampling,
+            "batch-sharded sampling",
+            "remove --enable-batch-sharded-sampling",
+        ),
+        (
+            cfg.kv_transfer_config is not None,
+            "KV connectors",
+            "remove --kv-transfer-config",
+        ),
+        (
+            cache.kv_offloading_size is not None,
+            "KV cache offloading",
+            "remove --kv-offloading-size",
+        ),
+        (
+            cfg.watermark_config is not None,
+            "watermarking",
+            "remove --watermark-config",
+        ),
+        (
+            cfg.diffusion_config is not None,
+            "diffusion decoding",
+            "remove --diffusion-config",
+        ),
+        (
+            cfg.aux_output_config.enabled,
+            "returning routed experts",
+            "remove --enable-return-routed-experts",
+        ),
+        (
+            cache.use_replayssm,
+            "ReplaySSM",
+            "remove --use-replayssm",
+        ),
+    ):
+        if wrong:
+            _refuse(f"ddtree does not support {what}", change)
+    _refuse_quantised_cache(cache.cache_dtype, "--kv-cache-dtype")
+    _verify_runner(cfg)
+    _verify_target(cfg)
+    _verify_batch(cfg)
+
+
+def _verify_runner(cfg: "VllmConfig") -> None:
+    from vllm import envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not current_platform.is_cpu():
+        _refuse(
+            f"this release of ddtree serves on the CPU, not on {current_platform.device_name}",
+            "use a CPU build of vLLM",
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        _refuse("ddtree needs Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
+    if not HAS_TRITON:
+        _refuse("ddtree needs Model Runner V2, which needs Triton", "install triton")
+    if not cfg.use_v2_model_runner:
+        features = ", ".join(cfg._get_v2_model_runner_unsupported_features())
+        _refuse("ddtree needs Model Runner V2", f"remove what it does not support: {features}")
+
+
+def _verify_target(cfg: "VllmConfig") -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model = cfg.model_config
+    for wrong, what, change in (
+        (model.runner_type != "generate", "pooling models", "serve a generative model"),
+        (model.return_sampling_mask, "sampling masks", "remove --return-sampling-mask"),
+        (model.enable_trace_replay, "trace replay", "remove --enable-trace-replay"),
+        (model.enable_prompt_embeds, "prompt embeddings", "remove --enable-prompt-embeds"),
+    ):
+        if wrong:
+            _refuse(f"ddtree does not support {what}", change)
+
+    hybrid = model.architecture in HYBRID_TARGETS
+    if not hybrid and model.architecture not in DENSE_TARGETS:
+        _refuse(
+            f"ddtree does not support the target {model.architecture}",
+            "use one of " + ", ".join(HYBRID_TARGETS + DENSE_TARGETS),
+        )
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
+    local = {kind for kind in layer_types if kind not in ("full_attention", "linear_attention")}
+    if local or (not layer_types and model.get_sliding_window() is not None):
+        _refuse(
+            "ddtree does not support sliding-window or chunked attention"
+            + (f" ({', '.join(sorted(local))})" if local else ""),
+            "use a target whose attention layers are all full attention",
+        )
+
+    head_dims = ATTENTION_HEAD_DIMS + ((32,) if current_platform.is_cpu() else ())
+    if model.get_head_size() not in head_dims:
+        _refuse(
+            f"the target's attention head dim is {model.get_head_size()}",
+            f"use a target with head dim {', '.join(map(str, sorted(head_dims)))}",
+        )
+    queries = model.get_num_attention_heads(cfg.parallel_config)
+    kv_heads = model.get_num_kv_heads(cfg.parallel_config)
+    if queries > MAX_QUERIES_PER_KV_HEAD * kv_heads:
+        _refuse(
+            f"the target has {queries} query heads for {kv_heads} KV heads per rank",
+            f"use a target with at most {MAX_QUERIES_PER_KV_HEAD} query heads per KV head",
+        )
+    backends = (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.CPU_ATTN)
+    if cfg.attention_config.backend not in backends:
+        _refuse(
+            f"ddtree does not support --attention-backend {cfg.attention_config.backend.name}",
+            "remove it or use FLASH_ATTN",
+        )
+    if hybrid:
+        _verify_gdn(cfg, model)
+
+
+def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
+    text: Any = model.hf_text_config
+    for name, want in (
+        ("linear_key_head_dim", GDN_HEAD_DIM),
+        ("linear_value_head_dim", GDN_HEAD_DIM),
+        ("linear_conv_kernel_dim", GDN_CONV_WIDTH),
+    ):
+        if (got := getattr(text, name, None)) != want:
+            _refuse(f"the target's {name} is {got}", f"use a target with {want}")
+    if text.linear_num_value_heads % text.linear_num_key_heads:
+        _refuse(
+            f"the target has {text.linear_num_value_heads} GDN value heads for "
+            f"{text.linear_num_key_heads} key heads",
+            "use a target whose value heads are a multiple of its key heads",
+        )
+    cache = cfg.cache_config
+    if cache.mamba_ssm_cache_dtype == "auto":
+        # the accepted path is replayed in f32 and written once; keep what it computes
+        cache.mamba_ssm_cache_dtype = "float32"
+    if cache.mamba_ssm_cache_dtype != "float32":
+        _refuse(
+            f"ddtree keeps GDN states in float32, not {cache.mamba_ssm_cache_dtype}",
+            "set --mamba-ssm-cache-dtype float32",
+        )
+    if cache.mamba_cache_mode not in ("none", "align"):
+        _refuse(
+            f"ddtree does not support --mamba-cache-mode {cache.mamba_cache_mode}",
+            "use align or none",
+        )
+
+
+def _verify_batch(cfg: "VllmConfig") -> None:
+    spec = cfg.speculative_config
+    assert spec is not None and spec.tree_budget is not None and spec.tree_horizon is not None
+    # one whole tree with its root, and the slots vLLM 0.32 sets aside for the drafter
+    rows = spec.tree_budget + 1 + spec.tree_horizon + 1
+    tokens = cfg.scheduler_config.max_num_batched_tokens
+    if tokens < rows:
+        _refuse(
+            f"--max-num-batched-tokens {tokens} cannot hold one tree of {spec.tree_budget} nodes",
+            f"raise it to {rows} or lower --speculative-tree-budget",
+        )
+
+
+def verify_block_size(vllm_config: "VllmConfig") -> None:
+    """Refuse trees that could cross two recurrent-state blocks in one round.
+
+    The cache manager hands out at most one new state block per request and step.
+    """
+    cache, spec = vllm_config.cache_config, vllm_config.speculative_config
+    assert spec is not None and spec.tree_budget is not None
+    block = cache.mamba_block_size
+    if cache.mamba_cache_mode == "align" and block is not None and spec.tree_budget + 1 > block:
+        _refuse(
+            f"tree_budget {spec.tree_budget} exceeds the state block of {block} tokens",
+            f"set --speculative-tree-budget to at most {block - 1} or disable prefix caching",
+        )
+
+
+def capture_sizes(vllm_config: "VllmConfig") -> list[int]:
+    """Default CUDA graph sizes of verification batches, in rows: whole requests only.
+
+    A padding request costs B + 1 rows, so small batches get every request count and larger
+    ones steps of at most a quarter.
+    """
+    rows = vllm_config.uniform_decode_query_len
+    most = min(vllm_config.scheduler_config.max_num_seqs, max(MAX_CAPTURE_ROWS // rows, 1))
+    counts, count = [], 1
+    while count < most:
+        counts.append(count)
+        count += 1 << max(count.bit_length() - 3, 0)
+    return [n * rows for n in [*counts, most]]
+
+
+def _refuse_quantised_cache(dtype: str | None, what: str) -> None:
+    if dtype not in (None, "auto", "bfloat16", "float16", "float32"):
+        _refuse(f"ddtree does not support a quantised KV cache ({what} {dtype})", "set it to auto")
+
+
+def _refuse(problem: str, change: str) -> None:
+    raise ValueError(f"{problem}; {change}.")
