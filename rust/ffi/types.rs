@@ -148,6 +148,9 @@ pub struct ddt_tree_build_params {
     pub node_budgets: *const i32,
     /// `[R]` optional: largest depth, >= 0; min(L, max_depth) is a limit in any case.
     pub depth_caps: *const i32,
+    /// `[R]` optional: candidates per parent that are considered, 1 = the chain of best tokens,
+    /// <= 0 = no cap.
+    pub candidate_caps: *const i32,
     /// `[R][max_stop_tokens]` optional: nothing grows below these tokens; padding -1. The root is
     /// not looked up: it has been sampled, and whether that ended the request is the caller's
     /// to know.
@@ -200,9 +203,11 @@ pub struct ddt_tree_mask_params {
 
 /// Parameters of ddt_tree_attention. T = rows, Hq and Hkv = query and KV heads, Dh = head dim.
 ///
-/// Row rule of all operations: request r owns rows `query_start[r]` to `query_start[r + 1] - 1`,
-/// and the last `num_nodes[r]` of them are the nodes of its tree in order. Rows before the root
-/// are a chain.
+/// Row rule of all operations: request r owns rows `query_start[r]` to `query_start[r + 1] - 1`.
+/// Node i of its tree is row `query_start[r] + i`; for attention `prefix_rows[r]` rows may come
+/// before the root and are a causal chain. Rows after the last node are idle: operations write
+/// zeros to them in `out` and otherwise leave them alone. num_nodes may be lowered after the
+/// build, as long as nodes 0 to num_nodes - 1 stay: links to later nodes count as none.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ddt_tree_attention_params {
@@ -220,8 +225,11 @@ pub struct ddt_tree_attention_params {
     pub block_table: ddt_tensor,
     /// `[R + 1]`.
     pub query_start: *const i32,
-    /// `[R]` tokens in the KV cache, this step's rows included.
+    /// `[R]` tokens in the KV cache, this step's rows included: row q of a request's n rows has
+    /// KV index `seq_lens[r] - n + q`.
     pub seq_lens: *const i32,
+    /// `[R]` optional: rows before the root, default 0.
+    pub prefix_rows: *const i32,
     /// Reads num_nodes, ancestor_bits.
     pub tree: *mut ddt_tree,
     /// Factor of the scores.
@@ -254,10 +262,14 @@ pub struct ddt_gdn_layer {
     pub stash_qkv: ddt_tensor,
     /// `[T,2,Hv]` f32: log decay, then beta, of each row.
     pub stash_gates: ddt_tensor,
+    /// `[R]` slot of each request in conv_state and ssm_state, negative = padding request.
+    pub state_slots: *const i32,
+    /// `[R]` optional, read by commit: a second slot that receives the state after
+    /// snapshot_tokens rows; -1 = none.
+    pub snapshot_slots: *const i32,
 }
 
-/// Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params, without rows before the
-/// root.
+/// Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ddt_gdn_verify_params {
@@ -277,15 +289,13 @@ pub struct ddt_gdn_verify_params {
     pub a_log: ddt_tensor,
     /// `[Hv]`.
     pub dt_bias: ddt_tensor,
-    /// `[R]` slot of the request in conv_state and ssm_state; negative = padding request.
-    pub state_slots: *const i32,
     /// `[R + 1]`.
     pub query_start: *const i32,
     /// Reads num_nodes, parents, depths, ancestors.
     pub tree: *mut ddt_tree,
     /// Factor of the queries; 0 = 128^-0.5.
     pub scale: f32,
-    /// Epsilon of the L2 norm of queries and keys.
+    /// Epsilon of the L2 norm of queries and keys; 0 = 1e-6.
     pub norm_eps: f32,
     /// `[T,Hv,128]` out.
     pub out: ddt_tensor,
@@ -360,11 +370,8 @@ pub struct ddt_commit_params {
     pub num_accepted: *const i32,
     /// `[R][D]` as ddt_tree_accept wrote it.
     pub accepted_nodes: *const i32,
-    /// `[R]` slot of each request, negative = padding request.
-    pub state_slots: *const i32,
-    /// `[R]` optional: a second slot that receives the state after snapshot_tokens rows; -1 = none.
-    pub snapshot_slots: *const i32,
-    /// `[R]` rows of this round, root included, that the snapshot contains: 1 to num_accepted + 1.
+    /// `[R]` rows of this round, root included, that the snapshots contain: 1 to
+    /// num_accepted + 1. Required iff a layer has snapshot_slots.
     pub snapshot_tokens: *const i32,
     /// Caller memory of at least ddt_commit_workspace_size bytes; may be NULL if that is 0.
     pub workspace: *mut c_void,
@@ -390,5 +397,5 @@ versioned! {
     ddt_tree_attention_params: offset_of!(ddt_tree_attention_params, workspace);
     ddt_gdn_verify_params: offset_of!(ddt_gdn_verify_params, workspace);
     ddt_tree_accept_params: offset_of!(ddt_tree_accept_params, workspace);
-    ddt_commit_params: offset_of!(ddt_commit_params, snapshot_slots);
+    ddt_commit_params: offset_of!(ddt_commit_params, snapshot_tokens);
 }
