@@ -55,6 +55,11 @@ impl Error {
         Self { status, message: message.into() }
     }
 
+    /// Names in the message what the error is about, such as one of several layers.
+    pub(crate) fn context(self, subject: impl fmt::Display) -> Self {
+        Self { message: format!("{subject}: {}", self.message), ..self }
+    }
+
     /// The status that the C ABI returns for this error.
     pub fn status(&self) -> Status {
         self.status
@@ -76,3 +81,11 @@ macro_rules! bail {
     };
 }
 pub(crate) use bail;
+
+/// Fails with `InvalidShape` unless an array has `want` elements.
+pub(crate) fn want_len(name: &str, got: usize, want: usize) -> Result<()> {
+    if got != want {
+        bail!(InvalidShape, "{name} length: got {got}, want {want}");
+    }
+    Ok(())
+}

@@ -44,10 +44,7 @@ impl Heads {
             );
         }
         if num_v % num_k != 0 {
-            bail!(
-                InvalidShape,
-                "ssm_state heads: got {num_v}, want a multiple of the {num_k} key heads"
-            );
+            bail!(InvalidShape, "ssm_state heads: got {num_v}, want a multiple of the {num_k} key heads");
         }
         Ok(Self { num_k, num_v })
     }
@@ -315,9 +312,14 @@ impl HeadState {
     pub(crate) fn project(&self, rows: &[Head], out: &mut [Head]) {
         for (b, block) in self.blocks.iter().enumerate() {
             let start = b * LANES;
-            multiply(rows.len(), |i| &rows[i], block, |i, sums| {
-                out[i][start..start + LANES].copy_from_slice(sums);
-            });
+            multiply(
+                rows.len(),
+                |i| &rows[i],
+                block,
+                |i, sums| {
+                    out[i][start..start + LANES].copy_from_slice(sums);
+                },
+            );
         }
     }
 

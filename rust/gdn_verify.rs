@@ -21,7 +21,7 @@
 //! that those share.
 
 use crate::dtype::DType;
-use crate::error::{Result, bail};
+use crate::error::{Result, bail, want_len};
 use crate::gdn::{self, Conv, GDN_CONV_WIDTH, GDN_HEAD_DIM, Head, HeadState, Heads, Inputs, WINDOW};
 use crate::lanes::{add_scaled, dot};
 use crate::tensor::{TensorMut, TensorRef};
@@ -98,9 +98,8 @@ pub fn gdn_verify(mut args: GdnVerify) -> Result<()> {
     let heads = plan.heads;
     let qkv_dtype = args.mixed_qkv.dtype();
     let conv = Conv::new(&args.conv_weight, args.conv_bias.as_ref(), qkv_dtype);
-    let decay_weights: Vec<_> = (0..heads.num_v)
-        .map(|head| (args.a_log.get_f32(&[head]), args.dt_bias.get_f32(&[head])))
-        .collect();
+    let decay_weights: Vec<_> =
+        (0..heads.num_v).map(|head| (args.a_log.get_f32(&[head]), args.dt_bias.get_f32(&[head]))).collect();
     let mut inputs = Inputs::new(heads.channels());
     let mut raw = vec![0; heads.channels() * qkv_dtype.size()];
     let mut state = HeadState::new();
@@ -209,13 +208,6 @@ impl Plan {
     }
 }
 
-fn want_len(name: &str, got: usize, want: usize) -> Result<()> {
-    if got != want {
-        bail!(InvalidShape, "{name} length: got {got}, want {want}");
-    }
-    Ok(())
-}
-
 /// The path from the root to each node of one tree, the node itself last, one after the other.
 struct Paths {
     nodes: Vec<usize>,
@@ -228,7 +220,11 @@ impl Paths {
     fn new(args: &GdnVerify, r: usize) -> Result<Self> {
         let num_nodes = args.num_nodes[r] as usize;
         if num_nodes > args.max_nodes {
-            bail!(InvalidValue, "tree.num_nodes[{r}]: got {num_nodes}, want <= {} (max_nodes)", args.max_nodes);
+            bail!(
+                InvalidValue,
+                "tree.num_nodes[{r}]: got {num_nodes}, want <= {} (max_nodes)",
+                args.max_nodes
+            );
         }
         let mut paths = Self { nodes: Vec::new(), starts: vec![0] };
         for node in 0..num_nodes {

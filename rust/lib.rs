@@ -13,6 +13,7 @@
 //! operations is `include/ddtree.h`, generated from [`ffi`].
 #![deny(clippy::unwrap_used, clippy::expect_used)]
 
+mod commit;
 mod dtype;
 mod error;
 pub mod ffi;
@@ -21,10 +22,13 @@ mod gdn_verify;
 mod lanes;
 mod tensor;
 mod tree;
+mod tree_attention;
 
+pub use commit::{Commit, CommitGdnLayer, CommitKvLayer, commit};
 pub use dtype::DType;
 pub use error::{Error, Result, Status};
 pub use gdn::{GDN_CONV_WIDTH, GDN_HEAD_DIM};
 pub use gdn_verify::{GdnVerify, gdn_verify};
 pub use tensor::{Element, TensorMut, TensorRef};
 pub use tree::{MAX_DEPTH, MAX_NODE_BUDGET, RequestRows, request_rows};
+pub use tree_attention::{TreeAttention, tree_attention};

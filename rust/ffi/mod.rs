@@ -8,14 +8,20 @@
 // the contract of every pointer is written once, at the top of the header and in include/README.md
 #![allow(clippy::missing_safety_doc)]
 
+mod commit;
 mod context;
+mod gdn_verify;
 mod guard;
 mod ptr;
 mod status;
+mod tree_attention;
 mod types;
 mod version;
 
+pub use commit::*;
 pub use context::*;
+pub use gdn_verify::*;
 pub use status::*;
+pub use tree_attention::*;
 pub use types::*;
 pub use version::*;

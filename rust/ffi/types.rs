@@ -219,7 +219,7 @@ pub struct ddt_tree_attention_params {
     pub query: ddt_tensor,
     /// `[blocks,Hkv,block_size,Dh]` dtype of query, or f32.
     pub key_cache: ddt_tensor,
-    /// `[blocks,Hkv,block_size,Dh]` dtype of key_cache; strides may differ.
+    /// `[blocks,Hkv,block_size,Dh]` dtype of query, or f32; strides may differ.
     pub value_cache: ddt_tensor,
     /// `[R,max_blocks]` i32.
     pub block_table: ddt_tensor,
@@ -236,7 +236,7 @@ pub struct ddt_tree_attention_params {
     pub softmax_scale: f32,
     /// Scores become cap * tanh(score / cap); 0 = none.
     pub logit_softcap: f32,
-    /// `[T,Hq,Dh]` out, dtype of query; rows of no request are not written.
+    /// `[T,Hq,Dh]` out, f32, f16 or bf16; rows of no request are not written.
     pub out: ddt_tensor,
     /// Caller memory of at least ddt_tree_attention_workspace_size bytes; may be NULL if that is 0.
     pub workspace: *mut c_void,
@@ -373,6 +373,10 @@ pub struct ddt_commit_params {
     /// `[R]` rows of this round, root included, that the snapshots contain: 1 to
     /// num_accepted + 1. Required iff a layer has snapshot_slots.
     pub snapshot_tokens: *const i32,
+    /// Epsilon of the L2 norm of keys, as ddt_gdn_verify had it; 0 = 1e-6.
+    pub norm_eps: f32,
+    /// Must be 0.
+    pub reserved0: u32,
     /// Caller memory of at least ddt_commit_workspace_size bytes; may be NULL if that is 0.
     pub workspace: *mut c_void,
     /// Its size.

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The C entry of [`gdn_verify`].
+
+use std::ffi::c_void;
+
+use super::context::{self, ddt_context};
+use super::guard::guard;
+use super::ptr;
+use super::status::ddt_status;
+use super::types::ddt_gdn_verify_params;
+use crate::gdn_verify::{GdnVerify, gdn_verify};
+
+/// Computes the outputs of one gated-delta-net layer for every node of every tree, from one read
+/// of the layer's state, and writes to the stash what ddt_commit replays. No state is written.
+///
+/// Convolution along the ancestors, silu and rounding to the dtype of mixed_qkv give q, k and v;
+/// q and k become `x * rsqrt(sum(x^2) + norm_eps)`; the log decay g is
+/// `-exp(a_log) * softplus(a + dt_bias)` and beta is `sigmoid(b)`. With S the state of the parent,
+/// a node's output is `scale * S'^T q` of `S' = e^g S + k u^T, u = beta * (v - e^g S^T k)`.
+/// All of it is f32.
+///
+/// Shapes: see ddt_gdn_verify_params. Floating-point tensors are f32, f16 or bf16; conv_state has
+/// the dtype of mixed_qkv or is f32; ssm_state and stash_gates are f32. Value head h uses key head
+/// `h / (Hv / Hk)`. Two requests may name the same slot.
+///
+/// Writes: out and the stash at the rows of nodes; zeros to out, and nothing to the stash, at
+/// idle rows. Rows of a padding request (num_nodes 0 or a negative slot) are not written.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_INVALID_SHAPE,
+/// DDT_INVALID_DTYPE; DDT_INVALID_VALUE (a slot, row or node out of range, parents, depths and
+/// ancestors that do not agree, a scale or norm_eps that is not finite); DDT_UNSUPPORTED (flags).
+/// Nothing has been written then.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn ddt_gdn_verify(
+    context: *const ddt_context,
+    params: *const ddt_gdn_verify_params,
+    _stream: *mut c_void,
+) -> ddt_status {
+    guard("gdn_verify", || {
+        context::check(context)?;
+        // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.
+        unsafe {
+            let params = ptr::versioned(params, "params")?;
+            ptr::no_flags(params.flags)?;
+            let (tree, dims) = ptr::tree(params.tree)?;
+            let layer = &params.layer;
+            gdn_verify(GdnVerify {
+                conv_weight: ptr::tensor(&layer.conv_weight, 2, "conv_weight")?,
+                conv_bias: ptr::optional_tensor(&layer.conv_bias, 1, "conv_bias")?,
+                conv_state: ptr::tensor(&layer.conv_state, 3, "conv_state")?,
+                ssm_state: ptr::tensor(&layer.ssm_state, 4, "ssm_state")?,
+                state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
+                mixed_qkv: ptr::tensor(&params.mixed_qkv, 2, "mixed_qkv")?,
+                a: ptr::tensor(&params.a, 2, "a")?,
+                b: ptr::tensor(&params.b, 2, "b")?,
+                a_log: ptr::tensor(&params.a_log, 1, "a_log")?,
+                dt_bias: ptr::tensor(&params.dt_bias, 1, "dt_bias")?,
+                query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
+                max_nodes: dims.max_nodes,
+                max_depth: dims.max_depth,
+                num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+                parents: ptr::input(tree.parents, dims.num_slots(), "tree.parents")?,
+                depths: ptr::input(tree.depths, dims.num_slots(), "tree.depths")?,
+                ancestors: ptr::input(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?,
+                scale: params.scale,
+                norm_eps: params.norm_eps,
+                stash_qkv: ptr::tensor_mut(&layer.stash_qkv, 2, "stash_qkv")?,
+                stash_gates: ptr::tensor_mut(&layer.stash_gates, 3, "stash_gates")?,
+                out: ptr::tensor_mut(&params.out, 3, "out")?,
+            })
+        }
+    })
+}
+
+/// Bytes of workspace that ddt_gdn_verify needs with these parameters; 0 on the CPU.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn ddt_gdn_verify_workspace_size(
+    context: *const ddt_context,
+    params: *const ddt_gdn_verify_params,
+    out: *mut usize,
+) -> ddt_status {
+    guard("gdn_verify_workspace_size", || {
+        context::check(context)?;
+        // SAFETY: the caller vouches for `params` and `out`.
+        unsafe {
+            ptr::versioned(params, "params")?;
+            ptr::output(out, 1, "out")?.write(0, 0);
+        }
+        Ok(())
+    })
+}
