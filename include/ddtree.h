@@ -78,18 +78,6 @@ typedef struct ddt_context ddt_context;
 // environment, 9xx: a bug in the library. `ddt_last_error` has the sentence.
 typedef int32_t ddt_status;
 
-// Parameters of ddt_context_create.
-typedef struct ddt_context_params {
-  // sizeof(ddt_context_params).
-  uint32_t struct_size;
-  // DDT_ABI_VERSION of the header that the caller was compiled with.
-  uint32_t abi_version;
-  // DDT_DEVICE_*.
-  uint32_t device;
-  // Which device of that kind; 0 for the CPU.
-  int32_t device_index;
-} ddt_context_params;
-
 // A strided tensor in the memory of the context's device. Sizes and strides are in elements;
 // strides are >= 0, and > 0 for outputs. Entries of shape and strides from ndim on are ignored.
 // A tensor with data NULL and dtype 0 is absent.
@@ -105,6 +93,39 @@ typedef struct ddt_tensor {
   // Distances between neighbours along each dimension.
   int64_t strides[4];
 } ddt_tensor;
+
+// One gated-delta-net layer: weights, recurrent state and the stash that commit replays.
+// Hk and Hv = key and value heads; head dim 128, conv width 4; C = 2 * Hk * 128 + Hv * 128
+// channels in the order q, k, v.
+typedef struct ddt_gdn_layer {
+  // `[C,4]` newest tap last.
+  struct ddt_tensor conv_weight;
+  // `[C]` optional.
+  struct ddt_tensor conv_bias;
+  // `[slots,C,3]` last conv inputs, newest last.
+  struct ddt_tensor conv_state;
+  // `[slots,Hv,128,128]` f32, value dimension before key dimension.
+  struct ddt_tensor ssm_state;
+  // `[T,C]` conv inputs of each row, dtype of mixed_qkv.
+  struct ddt_tensor stash_qkv;
+  // `[T,2,Hv]` f32: log decay, then beta, of each row.
+  struct ddt_tensor stash_gates;
+  // `[R]` slot of each request in conv_state and ssm_state, negative = padding request.
+  const int32_t *state_slots;
+  // `[R]` optional, read by commit: a second slot that receives the state after
+  // snapshot_tokens rows; -1 = none.
+  const int32_t *snapshot_slots;
+} ddt_gdn_layer;
+
+// The KV cache of one attention layer.
+typedef struct ddt_kv_layer {
+  // `[blocks,Hkv,block_size,Dh]` any dtype.
+  struct ddt_tensor key_cache;
+  // `[blocks,Hkv,block_size,Dh]` any dtype; strides may differ.
+  struct ddt_tensor value_cache;
+  // `[T]` block * block_size + offset of each row, negative = none.
+  const int64_t *row_slots;
+} ddt_kv_layer;
 
 // A batch of trees in caller memory, one row per request. R = num_reqs, N = max_nodes,
 // D = max_depth, W = (N + 31) / 32.
@@ -152,6 +173,155 @@ typedef struct ddt_tree {
   uint32_t *flags;
 } ddt_tree;
 
+// Parameters of ddt_commit.
+typedef struct ddt_commit_params {
+  // sizeof(ddt_commit_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // Length of gdn_layers.
+  int32_t num_gdn_layers;
+  // Length of kv_layers.
+  int32_t num_kv_layers;
+  // `[num_gdn_layers]` the stash is read, conv_state and ssm_state are written.
+  const struct ddt_gdn_layer *gdn_layers;
+  // `[num_kv_layers]` caches to compact.
+  const struct ddt_kv_layer *kv_layers;
+  // Reads num_nodes.
+  struct ddt_tree *tree;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[R]` as ddt_tree_accept wrote it.
+  const int32_t *num_accepted;
+  // `[R][D]` as ddt_tree_accept wrote it.
+  const int32_t *accepted_nodes;
+  // `[R]` rows of this round, root included, that the snapshots contain: 1 to
+  // num_accepted + 1. Required iff a layer has snapshot_slots.
+  const int32_t *snapshot_tokens;
+  // Epsilon of the L2 norm of keys, as ddt_gdn_verify had it; 0 = 1e-6.
+  float norm_eps;
+  // Must be 0.
+  uint32_t reserved0;
+  // Caller memory of at least ddt_commit_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_commit_params;
+
+// Parameters of ddt_context_create.
+typedef struct ddt_context_params {
+  // sizeof(ddt_context_params).
+  uint32_t struct_size;
+  // DDT_ABI_VERSION of the header that the caller was compiled with.
+  uint32_t abi_version;
+  // DDT_DEVICE_*.
+  uint32_t device;
+  // Which device of that kind; 0 for the CPU.
+  int32_t device_index;
+} ddt_context_params;
+
+// Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params.
+typedef struct ddt_gdn_verify_params {
+  // sizeof(ddt_gdn_verify_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // The layer: conv_state and ssm_state are read, the stash is written.
+  struct ddt_gdn_layer layer;
+  // `[T,C]` inputs of the convolution.
+  struct ddt_tensor mixed_qkv;
+  // `[T,Hv]` inputs of the decay.
+  struct ddt_tensor a;
+  // `[T,Hv]` inputs of beta.
+  struct ddt_tensor b;
+  // `[Hv]`.
+  struct ddt_tensor a_log;
+  // `[Hv]`.
+  struct ddt_tensor dt_bias;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // Reads num_nodes, parents, depths, ancestors.
+  struct ddt_tree *tree;
+  // Factor of the queries; 0 = 128^-0.5.
+  float scale;
+  // Epsilon of the L2 norm of queries and keys; 0 = 1e-6.
+  float norm_eps;
+  // `[T,Hv,128]` out.
+  struct ddt_tensor out;
+  // Caller memory of at least ddt_gdn_verify_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_gdn_verify_params;
+
+// Parameters of ddt_tree_accept. Rows as for ddt_tree_attention_params.
+typedef struct ddt_tree_accept_params {
+  // sizeof(ddt_tree_accept_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // Reads num_nodes, tokens, first_child, next_sibling; sets bits of flags unless NULL.
+  struct ddt_tree *tree;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[T,V]` f32, f16 or bf16, processed by the caller: each row chooses its largest logit, the
+  // lowest id among equals, never a NaN. Absent iff node_tokens is given.
+  struct ddt_tensor logits;
+  // `[T]` the token that the caller sampled from the target at each row.
+  const int64_t *node_tokens;
+  // `[R]` out: accepted nodes, root not counted; -1 for a padding request.
+  int32_t *num_accepted;
+  // `[R][D]` out: the accepted nodes from depth 1 on, padding -1.
+  int32_t *accepted_nodes;
+  // `[R][D + 1]` out: their tokens, then the bonus token, padding -1.
+  int64_t *output_tokens;
+  // Caller memory of at least ddt_tree_accept_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_tree_accept_params;
+
+// Parameters of ddt_tree_attention. T = rows, Hq and Hkv = query and KV heads, Dh = head dim.
+//
+// Row rule of all operations: request r owns rows `query_start[r]` to `query_start[r + 1] - 1`.
+// Node i of its tree is row `query_start[r] + i`; for attention `prefix_rows[r]` rows may come
+// before the root and are a causal chain. Rows after the last node are idle: operations write
+// zeros to them in `out` and otherwise leave them alone. num_nodes may be lowered after the
+// build, as long as nodes 0 to num_nodes - 1 stay: links to later nodes count as none.
+typedef struct ddt_tree_attention_params {
+  // sizeof(ddt_tree_attention_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // `[T,Hq,Dh]` f32, f16 or bf16.
+  struct ddt_tensor query;
+  // `[blocks,Hkv,block_size,Dh]` dtype of query, or f32.
+  struct ddt_tensor key_cache;
+  // `[blocks,Hkv,block_size,Dh]` dtype of query, or f32; strides may differ.
+  struct ddt_tensor value_cache;
+  // `[R,max_blocks]` i32.
+  struct ddt_tensor block_table;
+  // `[R + 1]`.
+  const int32_t *query_start;
+  // `[R]` tokens in the KV cache, this step's rows included: row q of a request's n rows has
+  // KV index `seq_lens[r] - n + q`.
+  const int32_t *seq_lens;
+  // `[R]` optional: rows before the root, default 0.
+  const int32_t *prefix_rows;
+  // Reads num_nodes, ancestor_bits.
+  struct ddt_tree *tree;
+  // Factor of the scores.
+  float softmax_scale;
+  // Scores become cap * tanh(score / cap); 0 = none.
+  float logit_softcap;
+  // `[T,Hq,Dh]` out, f32, f16 or bf16; rows of no request are not written.
+  struct ddt_tensor out;
+  // Caller memory of at least ddt_tree_attention_workspace_size bytes; may be NULL if that is 0.
+  void *workspace;
+  // Its size.
+  size_t workspace_bytes;
+} ddt_tree_attention_params;
+
 // Parameters of ddt_tree_build. L = depths that have scores, V = vocabulary, K = candidates.
 typedef struct ddt_tree_build_params {
   // sizeof(ddt_tree_build_params).
@@ -179,6 +349,9 @@ typedef struct ddt_tree_build_params {
   const int32_t *node_budgets;
   // `[R]` optional: largest depth, >= 0; min(L, max_depth) is a limit in any case.
   const int32_t *depth_caps;
+  // `[R]` optional: candidates per parent that are considered, 1 = the chain of best tokens,
+  // <= 0 = no cap.
+  const int32_t *candidate_caps;
   // `[R][max_stop_tokens]` optional: nothing grows below these tokens; padding -1. The root is
   // not looked up: it has been sampled, and whether that ended the request is the caller's
   // to know.
@@ -226,168 +399,6 @@ typedef struct ddt_tree_mask_params {
   // Where the trees go.
   struct ddt_tree *tree;
 } ddt_tree_mask_params;
-
-// Parameters of ddt_tree_attention. T = rows, Hq and Hkv = query and KV heads, Dh = head dim.
-//
-// Row rule of all operations: request r owns rows `query_start[r]` to `query_start[r + 1] - 1`,
-// and the last `num_nodes[r]` of them are the nodes of its tree in order. Rows before the root
-// are a chain.
-typedef struct ddt_tree_attention_params {
-  // sizeof(ddt_tree_attention_params).
-  uint32_t struct_size;
-  // Must be 0.
-  uint32_t flags;
-  // `[T,Hq,Dh]` f32, f16 or bf16.
-  struct ddt_tensor query;
-  // `[blocks,Hkv,block_size,Dh]` dtype of query, or f32.
-  struct ddt_tensor key_cache;
-  // `[blocks,Hkv,block_size,Dh]` dtype of key_cache; strides may differ.
-  struct ddt_tensor value_cache;
-  // `[R,max_blocks]` i32.
-  struct ddt_tensor block_table;
-  // `[R + 1]`.
-  const int32_t *query_start;
-  // `[R]` tokens in the KV cache, this step's rows included.
-  const int32_t *seq_lens;
-  // Reads num_nodes, ancestor_bits.
-  struct ddt_tree *tree;
-  // Factor of the scores.
-  float softmax_scale;
-  // Scores become cap * tanh(score / cap); 0 = none.
-  float logit_softcap;
-  // `[T,Hq,Dh]` out, dtype of query; rows of no request are not written.
-  struct ddt_tensor out;
-  // Caller memory of at least ddt_tree_attention_workspace_size bytes; may be NULL if that is 0.
-  void *workspace;
-  // Its size.
-  size_t workspace_bytes;
-} ddt_tree_attention_params;
-
-// One gated-delta-net layer: weights, recurrent state and the stash that commit replays.
-// Hk and Hv = key and value heads; head dim 128, conv width 4; C = 2 * Hk * 128 + Hv * 128
-// channels in the order q, k, v.
-typedef struct ddt_gdn_layer {
-  // `[C,4]` newest tap last.
-  struct ddt_tensor conv_weight;
-  // `[C]` optional.
-  struct ddt_tensor conv_bias;
-  // `[slots,C,3]` last conv inputs, newest last.
-  struct ddt_tensor conv_state;
-  // `[slots,Hv,128,128]` f32, value dimension before key dimension.
-  struct ddt_tensor ssm_state;
-  // `[T,C]` conv inputs of each row, dtype of mixed_qkv.
-  struct ddt_tensor stash_qkv;
-  // `[T,2,Hv]` f32: log decay, then beta, of each row.
-  struct ddt_tensor stash_gates;
-} ddt_gdn_layer;
-
-// Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params, without rows before the
-// root.
-typedef struct ddt_gdn_verify_params {
-  // sizeof(ddt_gdn_verify_params).
-  uint32_t struct_size;
-  // Must be 0.
-  uint32_t flags;
-  // The layer: conv_state and ssm_state are read, the stash is written.
-  struct ddt_gdn_layer layer;
-  // `[T,C]` inputs of the convolution.
-  struct ddt_tensor mixed_qkv;
-  // `[T,Hv]` inputs of the decay.
-  struct ddt_tensor a;
-  // `[T,Hv]` inputs of beta.
-  struct ddt_tensor b;
-  // `[Hv]`.
-  struct ddt_tensor a_log;
-  // `[Hv]`.
-  struct ddt_tensor dt_bias;
-  // `[R]` slot of the request in conv_state and ssm_state; negative = padding request.
-  const int32_t *state_slots;
-  // `[R + 1]`.
-  const int32_t *query_start;
-  // Reads num_nodes, parents, depths, ancestors.
-  struct ddt_tree *tree;
-  // Factor of the queries; 0 = 128^-0.5.
-  float scale;
-  // Epsilon of the L2 norm of queries and keys.
-  float norm_eps;
-  // `[T,Hv,128]` out.
-  struct ddt_tensor out;
-  // Caller memory of at least ddt_gdn_verify_workspace_size bytes; may be NULL if that is 0.
-  void *workspace;
-  // Its size.
-  size_t workspace_bytes;
-} ddt_gdn_verify_params;
-
-// Parameters of ddt_tree_accept. Rows as for ddt_tree_attention_params.
-typedef struct ddt_tree_accept_params {
-  // sizeof(ddt_tree_accept_params).
-  uint32_t struct_size;
-  // Must be 0.
-  uint32_t flags;
-  // Reads num_nodes, tokens, first_child, next_sibling; sets bits of flags unless NULL.
-  struct ddt_tree *tree;
-  // `[R + 1]`.
-  const int32_t *query_start;
-  // `[T,V]` f32, f16 or bf16, processed by the caller: each row chooses its largest logit, the
-  // lowest id among equals, never a NaN. Absent iff node_tokens is given.
-  struct ddt_tensor logits;
-  // `[T]` the token that the caller sampled from the target at each row.
-  const int64_t *node_tokens;
-  // `[R]` out: accepted nodes, root not counted; -1 for a padding request.
-  int32_t *num_accepted;
-  // `[R][D]` out: the accepted nodes from depth 1 on, padding -1.
-  int32_t *accepted_nodes;
-  // `[R][D + 1]` out: their tokens, then the bonus token, padding -1.
-  int64_t *output_tokens;
-  // Caller memory of at least ddt_tree_accept_workspace_size bytes; may be NULL if that is 0.
-  void *workspace;
-  // Its size.
-  size_t workspace_bytes;
-} ddt_tree_accept_params;
-
-// The KV cache of one attention layer.
-typedef struct ddt_kv_layer {
-  // `[blocks,Hkv,block_size,Dh]` any dtype.
-  struct ddt_tensor key_cache;
-  // `[blocks,Hkv,block_size,Dh]` any dtype; strides may differ.
-  struct ddt_tensor value_cache;
-  // `[T]` block * block_size + offset of each row, negative = none.
-  const int64_t *row_slots;
-} ddt_kv_layer;
-
-// Parameters of ddt_commit.
-typedef struct ddt_commit_params {
-  // sizeof(ddt_commit_params).
-  uint32_t struct_size;
-  // Must be 0.
-  uint32_t flags;
-  // Length of gdn_layers.
-  int32_t num_gdn_layers;
-  // Length of kv_layers.
-  int32_t num_kv_layers;
-  // `[num_gdn_layers]` the stash is read, conv_state and ssm_state are written.
-  const struct ddt_gdn_layer *gdn_layers;
-  // `[num_kv_layers]` caches to compact.
-  const struct ddt_kv_layer *kv_layers;
-  // Reads num_nodes.
-  struct ddt_tree *tree;
-  // `[R + 1]`.
-  const int32_t *query_start;
-  // `[R]` as ddt_tree_accept wrote it.
-  const int32_t *num_accepted;
-  // `[R][D]` as ddt_tree_accept wrote it.
-  const int32_t *accepted_nodes;
-  // `[R]` slot of each request, negative = padding request.
-  const int32_t *state_slots;
-  // `[R]` optional: a second slot that receives the state after snapshot_tokens rows; -1 = none.
-  const int32_t *snapshot_slots;
-  // `[R]` rows of this round, root included, that the snapshot contains: 1 to num_accepted + 1.
-  const int32_t *snapshot_tokens;
-  // Caller memory of at least ddt_commit_workspace_size bytes; may be NULL if that is 0.
-  void *workspace;
-  // Its size.
-  size_t workspace_bytes;
-} ddt_commit_params;
 
 // Success.
 #define DDT_OK 0
@@ -441,6 +452,34 @@ typedef struct ddt_commit_params {
 extern "C" {
 #endif // __cplusplus
 
+// Makes the accepted path of every tree permanent. conv_state and ssm_state of each recurrent
+// layer become those after plain decoding of the root and the accepted nodes, replayed from the
+// stash in f32, token by token: `S = e^g S; u = beta * (v - S^T k); S += k u^T`. In each
+// attention layer the KV row of the j-th accepted node moves to the row of node j.
+//
+// Shapes: see ddt_commit_params and ddt_gdn_layer; the stash may have more rows than the batch.
+//
+// Writes: the states of each request's slot, and of its snapshot slot if it has one; the KV rows
+// that move. A request is skipped if num_nodes is 0 or num_accepted is -1, and by a recurrent
+// layer also if its slot there is negative.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_INVALID_SHAPE,
+// DDT_INVALID_DTYPE; DDT_INVALID_VALUE (a row, node, slot or snapshot_tokens out of range,
+// accepted nodes that do not ascend, a KV row that moves from or to no slot, a state or KV slot
+// that would be written twice); DDT_UNSUPPORTED (flags). Nothing has been written then.
+DDT_NODISCARD
+ddt_status ddt_commit(const struct ddt_context *context,
+                      const struct ddt_commit_params *params,
+                      void *_stream);
+
+// Bytes of workspace that ddt_commit needs with these parameters; 0 on the CPU.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+DDT_NODISCARD
+ddt_status ddt_commit_workspace_size(const struct ddt_context *context,
+                                     const struct ddt_commit_params *params,
+                                     size_t *out);
+
 // Makes a context for a device.
 //
 // Writes: `*out`, to be freed with `ddt_context_free`.
@@ -455,6 +494,39 @@ ddt_status ddt_context_create(const struct ddt_context_params *params,
 // Frees a context; NULL is allowed. No call may be using it.
 void ddt_context_free(struct ddt_context *context);
 
+// Computes the outputs of one gated-delta-net layer for every node of every tree, from one read
+// of the layer's state, and writes to the stash what ddt_commit replays. No state is written.
+//
+// Convolution along the ancestors, silu and rounding to the dtype of mixed_qkv give q, k and v;
+// q and k become `x * rsqrt(sum(x^2) + norm_eps)`; the log decay g is
+// `-exp(a_log) * softplus(a + dt_bias)` and beta is `sigmoid(b)`. With S the state of the parent,
+// a node's output is `scale * S'^T q` of `S' = e^g S + k u^T, u = beta * (v - e^g S^T k)`.
+// All of it is f32.
+//
+// Shapes: see ddt_gdn_verify_params. Floating-point tensors are f32, f16 or bf16; conv_state has
+// the dtype of mixed_qkv or is f32; ssm_state and stash_gates are f32. Value head h uses key head
+// `h / (Hv / Hk)`. Two requests may name the same slot.
+//
+// Writes: out and the stash at the rows of nodes; zeros to out, and nothing to the stash, at
+// idle rows. Rows of a padding request (num_nodes 0 or a negative slot) are not written.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_INVALID_SHAPE,
+// DDT_INVALID_DTYPE; DDT_INVALID_VALUE (a slot, row or node out of range, parents, depths and
+// ancestors that do not agree, a scale or norm_eps that is not finite); DDT_UNSUPPORTED (flags).
+// Nothing has been written then.
+DDT_NODISCARD
+ddt_status ddt_gdn_verify(const struct ddt_context *context,
+                          const struct ddt_gdn_verify_params *params,
+                          void *_stream);
+
+// Bytes of workspace that ddt_gdn_verify needs with these parameters; 0 on the CPU.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+DDT_NODISCARD
+ddt_status ddt_gdn_verify_workspace_size(const struct ddt_context *context,
+                                         const struct ddt_gdn_verify_params *params,
+                                         size_t *out);
+
 // Name of a status, such as "DDT_INVALID_SHAPE"; "DDT_STATUS_UNKNOWN" for any other number.
 // The string is static.
 const char *ddt_status_name(ddt_status status);
@@ -468,6 +540,107 @@ const char *ddt_status_name(ddt_status status);
 //
 // Errors: DDT_NULL_POINTER (buf is NULL and len is not 0), without a message of its own.
 ddt_status ddt_last_error(char *buf, size_t len, size_t *needed);
+
+// Walks each tree from its root along the target's choices until no child has the chosen token,
+// which is then the bonus token.
+//
+// A choice is the largest logit of the node's row, or the caller's sampled token: with tokens
+// sampled from the target, the output is what the target alone would have produced.
+//
+// Writes: num_accepted, accepted_nodes, output_tokens, padding included. Sets DDT_FLAG_NONFINITE
+// in tree.flags, if that is not NULL, for a request with a visited row that has a NaN or nothing
+// above -inf.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (V not in 1 to
+// 2^31 - 1). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither of logits and node_tokens;
+// query_start or num_nodes out of range; links that do not lead to a later node of the tree; an
+// accepted path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
+DDT_NODISCARD
+ddt_status ddt_tree_accept(const struct ddt_context *context,
+                           const struct ddt_tree_accept_params *params,
+                           void *_stream);
+
+// Bytes of workspace that ddt_tree_accept needs for these parameters; 0 on the CPU.
+//
+// Writes: `*out`.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
+DDT_NODISCARD
+ddt_status ddt_tree_accept_workspace_size(const struct ddt_context *context,
+                                          const struct ddt_tree_accept_params *params,
+                                          size_t *out);
+
+// Attends every row to a paged KV cache that already holds this step's rows: a row before the
+// root to all tokens up to itself, a node to all tokens before the root and to its path.
+//
+// One online softmax in f32 per row and head; the KV of tokens that a row does not see never
+// reaches it, NaN included. Query head h uses KV head `h / (Hq / Hkv)`; head dims 32, 64, 128 and
+// 256, at most 16 query heads per KV head.
+//
+// Shapes: see ddt_tree_attention_params. K may be stored dim-major (token stride 1).
+//
+// Writes: out at the rows before the root and of nodes; zeros at idle rows. Rows of a padding
+// request (num_nodes 0) and of no request are not written.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_INVALID_SHAPE,
+// DDT_INVALID_DTYPE; DDT_INVALID_VALUE (rows, seq_lens or blocks out of range, ancestor_bits
+// with a later node or without the node itself, a softmax_scale that is not finite, a
+// logit_softcap that is negative or not finite); DDT_UNSUPPORTED (head dim, query heads per KV
+// head, flags). Nothing has been written then.
+DDT_NODISCARD
+ddt_status ddt_tree_attention(const struct ddt_context *context,
+                              const struct ddt_tree_attention_params *params,
+                              void *_stream);
+
+// Bytes of workspace that ddt_tree_attention needs with these parameters; 0 on the CPU.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+DDT_NODISCARD
+ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
+                                             const struct ddt_tree_attention_params *params,
+                                             size_t *out);
+
+// Builds the best tree of each request under its node budget.
+//
+// A node's score is the sum of the log-probabilities of its path, in fixed point, so that every
+// backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
+// pop order. NaN, +inf and -inf scores mean "never".
+//
+// Writes: every field of tree that is not NULL. Scores are looked at, and flagged in tree.flags,
+// down to the smallest of node_budget, depth_cap, max_depth and L.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
+// candidates and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither
+// of logits and candidates; a budget, cap, scale or position out of range; a token twice at one
+// depth). DDT_UNSUPPORTED (unknown flags, seeds).
+DDT_NODISCARD
+ddt_status ddt_tree_build(const struct ddt_context *context,
+                          const struct ddt_tree_build_params *params,
+                          void *_stream);
+
+// Bytes of workspace that ddt_tree_build needs for these parameters; 0 on the CPU.
+//
+// Writes: `*out`.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
+DDT_NODISCARD
+ddt_status ddt_tree_build_workspace_size(const struct ddt_context *context,
+                                         const struct ddt_tree_build_params *params,
+                                         size_t *out);
+
+// Lays out trees that the caller built: renumbers each to depth-first preorder and derives every
+// field of ddt_tree from the parents.
+//
+// Writes: every field of tree that is not NULL (flags 0); order.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (num_reqs or
+// max_nodes differ from the tree's). DDT_INVALID_VALUE (num_nodes or a position out of range, a
+// parent that does not precede its child, a node deeper than the tree's max_depth).
+// DDT_UNSUPPORTED (unknown flags).
+DDT_NODISCARD
+ddt_status ddt_tree_mask(const struct ddt_context *context,
+                         const struct ddt_tree_mask_params *params,
+                         void *_stream);
 
 // The DDT_ABI_VERSION that the library was built with.
 uint32_t ddt_abi_version(void);

@@ -5,9 +5,9 @@
 //! One decoding round is five calls, and a sixth for runtimes that build their own trees:
 //!
 //! 1. [`tree_build`]: a tree per request, best first under a node budget.
-//! 2. `tree_attention` in each attention layer, `gdn_verify` in each recurrent layer.
+//! 2. [`tree_attention`] in each attention layer, [`gdn_verify`] in each recurrent layer.
 //! 3. [`tree_accept`]: walk the target's choices down the tree.
-//! 4. `commit`: replay the accepted path into the recurrent state and compact the KV cache.
+//! 4. [`commit`]: replay the accepted path into the recurrent state and compact the KV cache.
 //!
 //! [`tree_mask`] turns any parent array into the same tree layout. The C ABI of the same
 //! operations is `include/ddtree.h`, generated from [`ffi`].
@@ -20,9 +20,13 @@ pub mod ffi;
 mod gdn;
 mod gdn_verify;
 mod lanes;
+pub mod scores;
 mod tensor;
 mod tree;
+mod tree_accept;
 mod tree_attention;
+mod tree_build;
+mod tree_mask;
 
 pub use commit::{Commit, CommitGdnLayer, CommitKvLayer, commit};
 pub use dtype::DType;
@@ -30,5 +34,11 @@ pub use error::{Error, Result, Status};
 pub use gdn::{GDN_CONV_WIDTH, GDN_HEAD_DIM};
 pub use gdn_verify::{GdnVerify, gdn_verify};
 pub use tensor::{Element, TensorMut, TensorRef};
-pub use tree::{MAX_DEPTH, MAX_NODE_BUDGET, RequestRows, request_rows};
+pub use tree::{
+    FLAG_CANDIDATES_EXHAUSTED, FLAG_NO_CANDIDATES, FLAG_NONFINITE, MAX_DEPTH, MAX_NODE_BUDGET, RequestRows,
+    Tree, request_rows,
+};
+pub use tree_accept::{AcceptedPath, GreedyChoice, TreeLinks, greedy_choice, tree_accept};
 pub use tree_attention::{TreeAttention, tree_attention};
+pub use tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
+pub use tree_mask::{Topology, tree_mask};

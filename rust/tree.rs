@@ -13,6 +13,47 @@ pub const MAX_NODE_BUDGET: usize = 255;
 /// Largest depth of a node; the root has depth 0.
 pub const MAX_DEPTH: usize = 32;
 
+/// Depth 1 has no usable token: the tree is the root alone.
+pub const FLAG_NO_CANDIDATES: u32 = 1;
+/// A NaN or +inf score was ignored, or a row that chooses a token has nothing but NaN and -inf.
+pub const FLAG_NONFINITE: u32 = 2;
+/// A node used the last entry of a candidate list that was cut shorter than the node budget.
+pub const FLAG_CANDIDATES_EXHAUSTED: u32 = 4;
+
+/// One tree. Every vector has an entry per node, in the order of the module documentation. The
+/// default, without even a root, stands for a padding request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tree {
+    /// Token ids; -1 where the caller gave none.
+    pub tokens: Vec<i32>,
+    /// Parent of each node, -1 for the root.
+    pub parents: Vec<i32>,
+    /// Depth of each node, 0 for the root.
+    pub depths: Vec<i32>,
+    /// Best child of each node, -1 for none.
+    pub first_child: Vec<i32>,
+    /// Next worse child of the same parent, -1 for none.
+    pub next_sibling: Vec<i32>,
+    /// One past the last node of each subtree.
+    pub subtree_end: Vec<i32>,
+    /// Place of each node in best-first order.
+    pub pop_ranks: Vec<i32>,
+    /// Position of the root in its sequence; a node's is this plus its depth.
+    pub root_position: i64,
+}
+
+impl Tree {
+    /// Number of nodes, root counted.
+    pub fn num_nodes(&self) -> usize {
+        self.parents.len()
+    }
+
+    /// The nodes from `node` up to the root.
+    pub fn path_to_root(&self, node: usize) -> impl Iterator<Item = usize> {
+        std::iter::successors(Some(node), |&node| usize::try_from(self.parents[node]).ok())
+    }
+}
+
 /// Where the rows of one request lie among the `T` rows of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestRows {

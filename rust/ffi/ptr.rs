@@ -133,18 +133,29 @@ impl<T: Copy> Output<T> {
         unsafe { self.pointer.add(i).write(value) };
     }
 
-    /// Writes `values` from element `start` on. Panics outside of the array.
-    pub(super) fn write_all(&mut self, start: usize, values: impl IntoIterator<Item = T>) {
-        for (i, value) in values.into_iter().enumerate() {
-            self.write(start + i, value);
-        }
-    }
-
     /// Writes `value` to elements `start..end`. Panics outside of the array.
     pub(super) fn fill(&mut self, start: usize, end: usize, value: T) {
         for i in start..end {
             self.write(i, value);
         }
+    }
+
+    /// Writes `values` to elements `start..start + len` and `padding` to those that are left.
+    /// Panics outside of the array, or with more values than elements.
+    pub(super) fn write_row(
+        &mut self,
+        start: usize,
+        len: usize,
+        values: impl Iterator<Item = T>,
+        padding: T,
+    ) {
+        let mut i = start;
+        for value in values {
+            assert!(i < start + len, "more than {len} values for a row");
+            self.write(i, value);
+            i += 1;
+        }
+        self.fill(i, start + len, padding);
     }
 }
 
@@ -244,6 +255,19 @@ pub(super) unsafe fn tensor_mut<'a>(tensor: &ddt_tensor, ndim: usize, name: &str
     }
 }
 
+/// The answer of a size query on the CPU, where no operation needs workspace.
+///
+/// # Safety
+/// `params` as for [`versioned`]; `out` must be NULL or writable.
+pub(super) unsafe fn no_workspace<T: Versioned>(params: *const T, out: *mut usize) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        versioned(params, "params")?;
+        output(out, 1, "out")?.write(0, 0);
+    }
+    Ok(())
+}
+
 /// The checked extents of a `ddt_tree`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TreeDims {
@@ -275,6 +299,21 @@ impl TreeDims {
     pub(super) fn ancestors_len(&self) -> usize {
         self.num_slots() * (self.max_depth + 1)
     }
+}
+
+/// The num_nodes of a tree that an operation reads: `[R]`, each 0 to N.
+///
+/// # Safety
+/// As for [`input`].
+pub(super) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'a [i32]> {
+    // SAFETY: the caller's promise.
+    let num_nodes = unsafe { input(tree.num_nodes, dims.num_reqs, "tree.num_nodes") }?;
+    for (r, &count) in num_nodes.iter().enumerate() {
+        if count < 0 || count as usize > dims.max_nodes {
+            bail!(InvalidValue, "tree.num_nodes[{r}]: got {count}, want 0..={} (max_nodes)", dims.max_nodes);
+        }
+    }
+    Ok(num_nodes)
 }
 
 /// Copies a `ddt_tree` and checks its extents; the fields' pointers are checked by whoever uses

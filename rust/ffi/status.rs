@@ -110,7 +110,8 @@ pub unsafe extern "C" fn ddt_last_error(buf: *mut c_char, len: usize, needed: *m
             unsafe { needed.write_unaligned(text.len() + 1) };
         }
         if len > 0 {
-            let count = text.floor_char_boundary(len - 1);
+            let fits = |&count: &usize| text.is_char_boundary(count);
+            let count = (0..=text.len().min(len - 1)).rev().find(fits).unwrap_or(0);
             // SAFETY: `count + 1 <= len` bytes of `buf` are the caller's to give.
             unsafe {
                 buf.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), count);

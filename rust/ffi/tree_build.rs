@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `ddt_tree_build`.
+
+use std::ffi::c_void;
+
+use super::context::{self, ddt_context};
+use super::guard::guard;
+use super::ptr::{self, TreeDims};
+use super::status::ddt_status;
+use super::tree::TreeOutput;
+use super::types::ddt_tree_build_params;
+use crate::error::{Error, Result, bail};
+use crate::tensor::TensorRef;
+use crate::tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
+
+/// Builds the best tree of each request under its node budget.
+///
+/// A node's score is the sum of the log-probabilities of its path, in fixed point, so that every
+/// backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
+/// pop order. NaN, +inf and -inf scores mean "never".
+///
+/// Writes: every field of tree that is not NULL. Scores are looked at, and flagged in tree.flags,
+/// down to the smallest of node_budget, depth_cap, max_depth and L.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
+/// candidates and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither
+/// of logits and candidates; a budget, cap, scale or position out of range; a token twice at one
+/// depth). DDT_UNSUPPORTED (unknown flags, seeds).
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn ddt_tree_build(
+    context: *const ddt_context,
+    params: *const ddt_tree_build_params,
+    _stream: *mut c_void,
+) -> ddt_status {
+    guard("tree_build", || {
+        context::check(context)?;
+        // SAFETY: the caller vouches for the parameters and what they point to.
+        unsafe { run(&ptr::versioned(params, "params")?) }
+    })
+}
+
+/// Bytes of workspace that ddt_tree_build needs for these parameters; 0 on the CPU.
+///
+/// Writes: `*out`.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
+#[unsafe(no_mangle)]
+#[must_use]
+pub unsafe extern "C" fn ddt_tree_build_workspace_size(
+    context: *const ddt_context,
+    params: *const ddt_tree_build_params,
+    out: *mut usize,
+) -> ddt_status {
+    guard("tree_build_workspace_size", || {
+        context::check(context)?;
+        // SAFETY: the caller vouches for the parameters and `out`.
+        unsafe { ptr::no_workspace(params, out) }
+    })
+}
+
+/// The scores of a batch; axis 0 is the request.
+enum BatchScores<'a> {
+    Logits { logits: TensorRef<'a>, max_candidates: usize },
+    Lattice { tokens: TensorRef<'a>, scores: TensorRef<'a>, transitions: Option<TensorRef<'a>> },
+}
+
+impl<'a> BatchScores<'a> {
+    /// # Safety
+    /// The elements of the tensors must be readable.
+    unsafe fn new(params: &ddt_tree_build_params, num_reqs: usize) -> Result<Self> {
+        let has_candidates = !ptr::is_absent(&params.candidate_tokens);
+        if has_candidates != ptr::is_absent(&params.logits) {
+            let got = if has_candidates { "both" } else { "neither" };
+            bail!(InvalidValue, "logits and candidate_tokens: got {got}, want exactly one");
+        }
+        if params.max_candidates < 0 || (has_candidates && params.max_candidates > 0) {
+            let want = if has_candidates { "0 with candidate_tokens" } else { ">= 0" };
+            bail!(InvalidValue, "max_candidates: got {}, want {want}", params.max_candidates);
+        }
+        // SAFETY: the caller's promise, for every tensor.
+        unsafe {
+            if has_candidates {
+                let tokens = ptr::tensor(&params.candidate_tokens, 3, "candidate_tokens")?;
+                let scores = ptr::tensor(&params.candidate_scores, 3, "candidate_scores")?;
+                let transitions = ptr::optional_tensor(&params.transition_scores, 4, "transition_scores")?;
+                tokens.want_dim("candidate_tokens", 0, num_reqs, "num_reqs")?;
+                scores.want_dim("candidate_scores", 0, num_reqs, "num_reqs")?;
+                if let Some(transitions) = transitions {
+                    transitions.want_dim("transition_scores", 0, num_reqs, "num_reqs")?;
+                }
+                return Ok(Self::Lattice { tokens, scores, transitions });
+            }
+            for (tensor, name) in [
+                (&params.candidate_scores, "candidate_scores"),
+                (&params.transition_scores, "transition_scores"),
+            ] {
+                if !ptr::is_absent(tensor) {
+                    bail!(InvalidValue, "{name}: got a tensor, want it absent without candidate_tokens");
+                }
+            }
+            let logits = ptr::tensor(&params.logits, 3, "logits")?;
+            logits.want_dim("logits", 0, num_reqs, "num_reqs")?;
+            Ok(Self::Logits { logits, max_candidates: params.max_candidates as usize })
+        }
+    }
+
+    fn num_depths(&self) -> usize {
+        match self {
+            Self::Logits { logits, .. } => logits.shape()[1],
+            Self::Lattice { tokens, .. } => tokens.shape()[1],
+        }
+    }
+
+    fn of(&self, r: usize) -> DraftScores<'a> {
+        match *self {
+            Self::Logits { logits, max_candidates } => {
+                DraftScores::Logits { logits: logits.at(r), max_candidates }
+            }
+            Self::Lattice { tokens, scores, transitions } => DraftScores::Lattice {
+                tokens: tokens.at(r),
+                scores: scores.at(r),
+                transitions: transitions.map(|transitions| transitions.at(r)),
+            },
+        }
+    }
+}
+
+/// Everything that a call reads.
+struct Inputs<'a> {
+    num_reqs: usize,
+    max_nodes: usize,
+    max_depth: usize,
+    scores: BatchScores<'a>,
+    depth_scales: Option<&'a [f32]>,
+    root_tokens: &'a [i32],
+    root_positions: &'a [i64],
+    node_budgets: Option<&'a [i32]>,
+    depth_caps: Option<&'a [i32]>,
+    stop_tokens: &'a [i32],
+    num_stop_tokens: usize,
+    stop_min_depths: Option<&'a [i32]>,
+}
+
+impl<'a> Inputs<'a> {
+    /// # Safety
+    /// What the parameters point to must be as the header says.
+    unsafe fn new(params: &ddt_tree_build_params, dims: TreeDims) -> Result<Self> {
+        ptr::no_flags(params.flags)?;
+        if !params.seeds.is_null() {
+            bail!(Unsupported, "seeds: got a pointer, want NULL (reserved)");
+        }
+        if params.max_stop_tokens < 0 {
+            bail!(InvalidShape, "max_stop_tokens: got {}, want >= 0", params.max_stop_tokens);
+        }
+        let num_reqs = dims.num_reqs;
+        let num_stop_tokens = params.max_stop_tokens as usize;
+        // SAFETY: the caller's promise, for every pointer.
+        unsafe {
+            let scores = BatchScores::new(params, num_reqs)?;
+            let num_depths = scores.num_depths();
+            Ok(Self {
+                num_reqs,
+                max_nodes: dims.max_nodes,
+                max_depth: dims.max_depth,
+                scores,
+                depth_scales: ptr::optional_input(params.depth_scales, num_depths, "depth_scales")?,
+                root_tokens: ptr::input(params.root_tokens, num_reqs, "root_tokens")?,
+                root_positions: ptr::input(params.root_positions, num_reqs, "root_positions")?,
+                node_budgets: ptr::optional_input(params.node_budgets, num_reqs, "node_budgets")?,
+                depth_caps: ptr::optional_input(params.depth_caps, num_reqs, "depth_caps")?,
+                stop_tokens: ptr::input(params.stop_tokens, num_reqs * num_stop_tokens, "stop_tokens")?,
+                num_stop_tokens,
+                stop_min_depths: ptr::optional_input(params.stop_min_depths, num_reqs, "stop_min_depths")?,
+            })
+        }
+    }
+
+    /// The tree of request `r`, without nodes for a padding request.
+    fn build(&self, r: usize) -> Result<BuiltTree> {
+        let largest = self.max_nodes - 1;
+        let node_budget = match self.node_budgets.map(|budgets| budgets[r]) {
+            None => largest,
+            Some(-1) => return Ok(BuiltTree::default()),
+            Some(budget) if (0..=largest as i32).contains(&budget) => budget as usize,
+            Some(budget) => {
+                bail!(InvalidValue, "node_budgets[{r}]: got {budget}, want -1..={largest} (max_nodes - 1)")
+            }
+        };
+        let depth_cap = match self.depth_caps.map(|caps| caps[r]) {
+            None => self.max_depth,
+            Some(cap) if cap >= 0 => self.max_depth.min(cap as usize),
+            Some(cap) => bail!(InvalidValue, "depth_caps[{r}]: got {cap}, want >= 0"),
+        };
+        let request = TreeRequest {
+            root_token: self.root_tokens[r],
+            root_position: self.root_positions[r],
+            node_budget,
+            max_depth: depth_cap,
+            stop_tokens: &self.stop_tokens[r * self.num_stop_tokens..][..self.num_stop_tokens],
+            stop_min_depth: self.stop_min_depths.map_or(0, |depths| depths[r]),
+        };
+        tree_build(&self.scores.of(r), self.depth_scales, &request)
+            .map_err(|error| Error::new(error.status(), format!("request {r}: {error}")))
+    }
+}
+
+/// # Safety
+/// What the parameters point to must be as the header says.
+unsafe fn run(params: &ddt_tree_build_params) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (mut out, inputs) = unsafe {
+        let (tree, dims) = ptr::tree(params.tree)?;
+        (TreeOutput::new(&tree, dims)?, Inputs::new(params, dims)?)
+    };
+    // all requests first: an error in the last one must leave the first one's row alone
+    let trees = (0..inputs.num_reqs).map(|r| inputs.build(r)).collect::<Result<Vec<_>>>()?;
+    for (r, built) in trees.iter().enumerate() {
+        out.write(r, &built.tree, built.flags);
+    }
+    Ok(())
+}

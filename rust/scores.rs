@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Fixed-point log-probabilities whose every bit is specified, so that each backend and each
+//! tensor-parallel rank builds the same tree.
+//!
+//! All arithmetic is IEEE 754 with round half to even: separate add, sub, mul and div, and `fma`
+//! only where it is written. Nothing else may be fused or reordered, and no libm is involved.
+//!
+//! **Usable scores.** `x = f32(logit) * scale`, one f32 multiplication. NaN, +inf and -inf mean
+//! "never": such a token is no candidate and adds nothing to the normaliser.
+//!
+//! **`exp_spec(t)`** for f32 `t <= 0`: 0 if `t < -87` (so no denormal appears), else
+//!
+//! ```text
+//! s = fma(t, 0x3fb8aa3b, 12582912)           log2(e); 1.5 * 2^23 leaves the integer in the low bits
+//! k = s - 12582912
+//! r = fma(k, -0x3f317218, t)                 ln(2), high part
+//! r = fma(k, -0xb102e308, r)                 ln(2) - high part
+//! q = 0x3ab511e8
+//! q = fma(q, r, 0x3c091d10)
+//! q = fma(q, r, 0x3d2aac79)
+//! q = fma(q, r, 0x3e2aaa49)
+//! q = fma(q, r, 0x3efffffe)
+//! p = fma(r * r, q, r) + 1
+//! exp_spec = p * 2^k                         exact
+//! ```
+//!
+//! (Hexadecimal numbers are the bits of f32 constants. `q` is a minimax fit of
+//! `(exp(r) - 1 - r) / r^2` on `|r| <= ln(2) / 2`; the result is within 2 ulp of exp.)
+//!
+//! **`ln_spec(s)`** for f32 `s >= 1`, in f64: `s = m * 2^k` exactly with `m` in `[1, 2)`; if
+//! `m > 1.5`, halve `m` and increment `k`. Then
+//!
+//! ```text
+//! z = (m - 1) / (m + 1);  w = z * z
+//! p = 1 / 23;  p = p * w + 1 / c  for c = 21, 19, ..., 3, 1        mul, then add
+//! ln_spec = k * 0.6931471805599453 + 2 * z * p                     (2 * z) * p
+//! ```
+//!
+//! **Normaliser of a vocabulary.** Ids are cut into chunks of 4096. In a chunk with usable scores,
+//! `m_c` is the largest of them; 64 lanes start at 0, and id `v` adds `exp_spec(x - m_c)` to lane
+//! `v % 64`, in ascending order; then lane `i` adds lane `i + h` for `h = 32, 16, 8, 4, 2, 1` and
+//! `i < h`, which leaves the sum `s_c` in lane 0. With `M` the largest `m_c`, `S` starts at 0 and
+//! the chunks follow in ascending order: `S = fma(s_c, exp_spec(m_c - M), S)`. Finally
+//! `lnZ = f64(M) + ln_spec(S)`.
+//!
+//! **Normaliser of a candidate list.** The same with one lane: `S` adds `exp_spec(x - M)` in the
+//! order of the list.
+//!
+//! **Edge score.** Q10.21: `(f64(x) - lnZ) * 2^21`, rounded half to even, clamped to
+//! `[-2^31 + 1, 0]`. A path score is the sum of its edges with the same lower limit.
+
+use crate::tensor::TensorRef;
+
+/// The worst score, of log-probability -1024 and below.
+pub const MIN_SCORE: i32 = -i32::MAX;
+
+const CHUNK: usize = 4096;
+/// Lanes of the sum, and ids of a block.
+pub(crate) const LANES: usize = 64;
+
+const EXP_CUTOFF: f32 = -87.0;
+const ROUNDER: f32 = 12_582_912.0;
+const LOG2_E: f32 = f32::from_bits(0x3fb8_aa3b);
+const LN_2_HIGH: f32 = f32::from_bits(0x3f31_7218);
+const LN_2_LOW: f32 = f32::from_bits(0xb102_e308);
+const EXP_TAIL: [f32; 5] = [
+    f32::from_bits(0x3ab5_11e8),
+    f32::from_bits(0x3c09_1d10),
+    f32::from_bits(0x3d2a_ac79),
+    f32::from_bits(0x3e2a_aa49),
+    f32::from_bits(0x3eff_fffe),
+];
+
+/// `exp_spec` of the module documentation.
+#[inline(always)]
+pub(crate) fn exp_spec(t: f32) -> f32 {
+    let shifted = t.mul_add(LOG2_E, ROUNDER);
+    let k = shifted - ROUNDER;
+    let r = k.mul_add(-LN_2_LOW, k.mul_add(-LN_2_HIGH, t));
+    let mut q = EXP_TAIL[0];
+    for &coefficient in &EXP_TAIL[1..] {
+        q = q.mul_add(r, coefficient);
+    }
+    let p = (r * r).mul_add(q, r) + 1.0;
+    // the low bits of `shifted` are k in two's complement; the exponent field starts at bit 23
+    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+    if t >= EXP_CUTOFF { p * power } else { 0.0 }
+}
+
+/// `ln_spec` of the module documentation.
+fn ln_spec(s: f32) -> f64 {
+    let bits = f64::from(s).to_bits();
+    let mut k = ((bits >> 52) as i64 - 1023) as f64;
+    let mut m = f64::from_bits((bits & ((1 << 52) - 1)) | 1.0f64.to_bits());
+    if m > 1.5 {
+        m *= 0.5;
+        k += 1.0;
+    }
+    let z = (m - 1.0) / (m + 1.0);
+    let w = z * z;
+    let mut p = 1.0 / 23.0;
+    for c in [21.0, 19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
+        p = p * w + 1.0 / c;
+    }
+    k * std::f64::consts::LN_2 + 2.0 * z * p
+}
+
+/// The edge score of a usable `x` under the normaliser `ln_z`.
+#[inline]
+pub(crate) fn edge_score(x: f32, ln_z: f64) -> i32 {
+    // adding 1.5 * 2^52 rounds half to even at the unit, as round_ties_even does without SSE4.1
+    const ROUNDER: f64 = 6_755_399_441_055_744.0;
+    let scaled = ((f64::from(x) - ln_z) * 2_097_152.0).clamp(f64::from(MIN_SCORE), 0.0);
+    (scaled + ROUNDER - ROUNDER) as i32
+}
+
+/// The score of a path that continues one of score `path` by an edge.
+pub(crate) fn extend_path(path: i32, edge: i32) -> i32 {
+    path.saturating_add(edge).max(MIN_SCORE)
+}
+
+/// Orders a depth's candidates: ascending keys are best first, equal scores by token id.
+#[inline]
+pub(crate) fn candidate_key(score: i32, token: u32) -> u64 {
+    (u64::from(score.unsigned_abs()) << 32) | u64::from(token)
+}
+
+/// The edge score in a key of [`candidate_key`].
+pub(crate) fn key_score(key: u64) -> i32 {
+    -((key >> 32) as i32)
+}
+
+/// The token id in a key of [`candidate_key`].
+pub(crate) fn key_token(key: u64) -> i32 {
+    key as i32
+}
+
+/// What one row of logits says about its whole vocabulary.
+pub(crate) struct RowSummary {
+    /// The normaliser; only meaningful if something is usable.
+    pub(crate) ln_z: f64,
+    /// Number of usable tokens.
+    pub(crate) num_usable: usize,
+    /// Whether a NaN or +inf was ignored.
+    pub(crate) has_nonfinite: bool,
+    /// Largest usable x of each block of 64 ids, -inf for none.
+    block_max: Vec<f32>,
+}
+
+/// Usable scores of up to [`CHUNK`] ids: `x`, with "never" as -inf.
+struct Chunk {
+    x: Box<[f32; CHUNK]>,
+}
+
+/// Counts of one chunk.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct ChunkStats {
+    num_usable: usize,
+    has_nonfinite: bool,
+}
+
+impl Chunk {
+    fn new() -> Self {
+        Self { x: Box::new([0.0; CHUNK]) }
+    }
+
+    /// Loads ids `start..start + len`, scales them, and pads to whole blocks with "never".
+    fn load(
+        &mut self,
+        row: TensorRef<'_>,
+        start: usize,
+        len: usize,
+        scale: f32,
+        kernels: &Kernels,
+    ) -> (&[f32], ChunkStats) {
+        let padded = len.next_multiple_of(LANES);
+        row.load_f32(start, &mut self.x[..len]);
+        self.x[len..padded].fill(f32::NEG_INFINITY);
+        let stats = (kernels.scale_and_mask)(&mut self.x[..len], scale);
+        (&self.x[..padded], stats)
+    }
+}
+
+impl RowSummary {
+    /// Reads the vocabulary once. `row`: floating-point vector; `scale` as in the module's text.
+    pub(crate) fn new(row: TensorRef<'_>, scale: f32) -> Self {
+        Self::with_kernels(row, scale, Kernels::best())
+    }
+
+    fn with_kernels(row: TensorRef<'_>, scale: f32, kernels: &Kernels) -> Self {
+        let vocab = row.shape()[0];
+        let mut summary = Self {
+            ln_z: 0.0,
+            num_usable: 0,
+            has_nonfinite: false,
+            block_max: Vec::with_capacity(vocab.div_ceil(LANES)),
+        };
+        let mut chunk = Chunk::new();
+        let mut sums = Vec::with_capacity(vocab.div_ceil(CHUNK));
+        for start in (0..vocab).step_by(CHUNK) {
+            let (x, stats) = chunk.load(row, start, CHUNK.min(vocab - start), scale, kernels);
+            summary.num_usable += stats.num_usable;
+            summary.has_nonfinite |= stats.has_nonfinite;
+            let first_block = summary.block_max.len();
+            (kernels.block_max)(x, &mut summary.block_max);
+            let max = summary.block_max[first_block..].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            if max > f32::NEG_INFINITY {
+                sums.push((max, (kernels.sum_exp)(x, max)));
+            }
+        }
+        let max = sums.iter().fold(f32::NEG_INFINITY, |max, &(m, _)| max.max(m));
+        let sum = sums.iter().fold(0.0f32, |sum, &(m, s)| s.mul_add(exp_spec(m - max), sum));
+        if summary.num_usable > 0 {
+            summary.ln_z = f64::from(max) + ln_spec(sum);
+        }
+        summary
+    }
+
+    /// Keys of the best `count` usable tokens, best first (see [`candidate_key`]). Reads again only
+    /// those blocks that can hold one of them.
+    pub(crate) fn best(&self, row: TensorRef<'_>, scale: f32, count: usize) -> Vec<u64> {
+        let vocab = row.shape()[0];
+        if count == 0 || self.num_usable == 0 {
+            return Vec::new();
+        }
+        // `count` blocks have a token of at least the count-th largest block maximum, so no
+        // token whose edge score is below that one's is needed
+        let mut maxima: Vec<f32> =
+            self.block_max.iter().copied().filter(|&x| x > f32::NEG_INFINITY).collect();
+        let worst = if maxima.len() < count {
+            MIN_SCORE
+        } else {
+            let (_, &mut x, _) = maxima.select_nth_unstable_by(count - 1, |a, b| b.total_cmp(a));
+            edge_score(x, self.ln_z)
+        };
+
+        let mut keys = Vec::with_capacity(count * 2);
+        let mut x = [0.0f32; LANES];
+        for (block, &max) in self.block_max.iter().enumerate() {
+            if max == f32::NEG_INFINITY || edge_score(max, self.ln_z) < worst {
+                continue;
+            }
+            let start = block * LANES;
+            let x = &mut x[..LANES.min(vocab - start)];
+            row.load_f32(start, x);
+            scale_and_mask(x, scale);
+            for (i, &x) in x.iter().enumerate() {
+                let score = edge_score(x, self.ln_z);
+                if x > f32::NEG_INFINITY && score >= worst {
+                    keys.push(candidate_key(score, (start + i) as u32));
+                }
+            }
+        }
+        if keys.len() > count {
+            keys.select_nth_unstable(count - 1);
+            keys.truncate(count);
+        }
+        keys.sort_unstable();
+        keys
+    }
+}
+
+/// The normaliser of a candidate list, or `None` if it has no usable score (only finite `x` count).
+pub(crate) fn list_normaliser(xs: &[f32]) -> Option<f64> {
+    let usable = || xs.iter().copied().filter(|x| x.is_finite());
+    let max = usable().reduce(f32::max)?;
+    let sum = usable().fold(0.0f32, |sum, x| sum + exp_spec(x - max));
+    Some(f64::from(max) + ln_spec(sum))
+}
+
+/// The loops over a vocabulary, compiled for the CPU at hand.
+struct Kernels {
+    scale_and_mask: fn(&mut [f32], f32) -> ChunkStats,
+    block_max: fn(&[f32], &mut Vec<f32>),
+    sum_exp: fn(&[f32], f32) -> f32,
+}
+
+/// Rust code alone: `mul_add` is an instruction where the target has one and a libm call elsewhere.
+static PORTABLE: Kernels = Kernels { scale_and_mask, block_max, sum_exp };
+
+impl Kernels {
+    fn best() -> &'static Self {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(kernels) = x86::kernels() {
+            return kernels;
+        }
+        &PORTABLE
+    }
+}
+
+/// Multiplies by `scale` and turns what is not finite into -inf.
+#[inline(always)]
+fn scale_and_mask(x: &mut [f32], scale: f32) -> ChunkStats {
+    let mut num_usable = 0u32;
+    let mut num_nonfinite = 0u32;
+    for x in x {
+        let scaled = *x * scale;
+        let is_usable = scaled.abs() < f32::INFINITY;
+        num_usable += u32::from(is_usable);
+        num_nonfinite += u32::from(!is_usable & (scaled != f32::NEG_INFINITY));
+        *x = if is_usable { scaled } else { f32::NEG_INFINITY };
+    }
+    ChunkStats { num_usable: num_usable as usize, has_nonfinite: num_nonfinite > 0 }
+}
+
+/// Appends the maximum of each block.
+#[inline(always)]
+fn block_max(x: &[f32], out: &mut Vec<f32>) {
+    for block in x.chunks_exact(LANES) {
+        let mut lanes = [f32::NEG_INFINITY; 8];
+        for part in block.chunks_exact(lanes.len()) {
+            for (lane, &x) in lanes.iter_mut().zip(part) {
+                *lane = if x > *lane { x } else { *lane };
+            }
+        }
+        out.push(lanes.iter().fold(f32::NEG_INFINITY, |max, &x| if x > max { x } else { max }));
+    }
+}
+
+/// The sum of one chunk, in the order of the module documentation.
+#[inline(always)]
+fn sum_exp(x: &[f32], max: f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    for block in x.chunks_exact(LANES) {
+        for (lane, &x) in lanes.iter_mut().zip(block) {
+            // "never" adds +0, which changes no bit of a sum that is not negative
+            *lane += exp_spec(x - max);
+        }
+    }
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] += lanes[i + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    //! The same source compiled with AVX2 and FMA. Vectorising keeps every operation of a lane,
+    //! and lanes are independent, so the bits are those of the portable version.
+    use super::{ChunkStats, Kernels};
+
+    /// The kernels, if this CPU can run them.
+    pub(super) fn kernels() -> Option<&'static Kernels> {
+        // the table is only handed out after the check below
+        static KERNELS: Kernels = Kernels {
+            // SAFETY: the CPU has AVX2 and FMA.
+            scale_and_mask: |x, scale| unsafe { scale_and_mask(x, scale) },
+            // SAFETY: as above.
+            block_max: |x, out| unsafe { block_max(x, out) },
+            // SAFETY: as above.
+            sum_exp: |x, max| unsafe { sum_exp(x, max) },
+        };
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&KERNELS)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn scale_and_mask(x: &mut [f32], scale: f32) -> ChunkStats {
+        super::scale_and_mask(x, scale)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn block_max(x: &[f32], out: &mut Vec<f32>) {
+        super::block_max(x, out);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn sum_exp(x: &[f32], max: f32) -> f32 {
+        super::sum_exp(x, max)
+    }
+}
