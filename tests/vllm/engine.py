@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines for the tests: in this process, one after the other, with the
+margins of every sampled token and the counters of speculative decoding."""
+
+import gc
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
+# One bf16 step at the size of these logits: a smaller margin is undecidable.
+NEAR_TIE = 0.125
+# The whole matrix, or the part of it that fits into CI.
+FULL = os.environ.get("DDTREE_TEST_FULL") == "1"
+
+
+@dataclass(frozen=True)
+class Output:
+    token_ids: tuple[int, ...]
+    # Margin of each token over the runner-up, after filters and noise.
+    margins: tuple[float, ...]
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass
+class Run:
+    outputs: list[Output]
+    rounds: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens per verification of a request: accepted and the bonus."""
+        return 1 + self.accepted / self.rounds
+
+
+def prompts(count: int, first: int = 0) -> list[list[int]]:
+    """Token ids of held-out prompts of mixed lengths."""
+    texts = json.loads((MODELS / "prompts.json").read_text())
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    chosen = texts[first : first + count]
+    assert len(chosen) == count
+    return [tokenizer(text)["input_ids"] for text in chosen]
+
+
+class _Margins:
+    """Records, per (seed, position), by how much the sampled token beat the rest.
+
+    Asks vLLM's own sampling kernel twice, the second time without the winner."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[int, int], float] = {}
+
+    def wrap(self, sample: Any) -> Any:
+        from vllm.v1.worker.gpu.sample import gumbel
+
+        def best(logits, idx, temperature, seed, pos, apply_temperature, **kwargs):
+            values = []
+            kernel = gumbel._gumbel_sample_kernel
+
+            class Spy:
+                def __getitem__(self, grid):
+                    def launch(local_argmax, stride, local_max, *args, **kw):
+                        kernel[grid](local_argmax, stride, local_max, *args, **kw)
+                        values.append(local_max.max(dim=-1).values)
+
+                    return launch
+
+            gumbel._gumbel_sample_kernel = Spy()
+            try:
+                token = sample(
+                    logits, idx, temperature, seed, pos, apply_temperature, **kwargs
+                )
+            finally:
+                gumbel._gumbel_sample_kernel = kernel
+            return token, values[0]
+
+        def recording(logits, idx, temperature, seed, pos, *args, **kwargs):
+            token, first = best(logits, idx, temperature, seed, pos, *args, **kwargs)
+            rest = logits.float().scatter(1, token[:, None], float("-inf"))
+            _, second = best(rest, idx, temperature, seed, pos, *args, **kwargs)
+            for i, margin in enumerate((first - second).tolist()):
+                self.by_key[int(seed[idx[i]]), int(pos[i])] = margin
+            return token
+
+        return recording
+
+
+class Engine:
+    """`with Engine(...) as engine: engine.generate(...)`."""
+
+    def __init__(
+        self, speculative: dict[str, Any] | None = None, *, margins: bool = False, **config
+    ) -> None:
+        self.config = {
+            "model": str(TARGET),
+            "dtype": "bfloat16",
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "seed": 0,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            **config,
+        }
+        if speculative is not None:
+            self.config["speculative_config"] = {"model": str(DRAFTER), **speculative}
+        self._margins = _Margins() if margins else None
+
+    def __enter__(self) -> "Engine":
+        from vllm import LLM
+        from vllm.v1.worker.gpu.sample import sampler
+
+        self._stock_sample = sampler.gumbel_sample
+        if self._margins is not None:
+            sampler.gumbel_sample = self._margins.wrap(self._stock_sample)
+        self.llm = LLM(**self.config)
+        runner = self.runner
+        assert type(runner).__name__ == "CPUModelRunnerV2", type(runner)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.v1.worker.gpu.sample import sampler
+
+        sampler.gumbel_sample = self._stock_sample
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    @property
+    def runner(self) -> Any:
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner
+
+    def _counters(self) -> dict[str, Any]:
+        prefix = "vllm:spec_decode_num_"
+        return {
+            m.name[len(prefix) :]: getattr(m, "value", None) or getattr(m, "values", 0)
+            for m in self.llm.get_metrics()
+            if m.name.startswith(prefix)
+        }
+
+    def generate(
+        self, token_ids: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict]
+    ) -> Run:
+        """One request per prompt, all submitted at once. `seed` is unique per
+        prompt unless given, so that margins can be told apart."""
+        from vllm import SamplingParams
+
+        if isinstance(params, dict):
+            params = [params] * len(token_ids)
+        # Seeds name a request in the margins also when greedy.
+        sampling = [
+            SamplingParams(**{"seed": 1000 + i, "ignore_eos": True, **p})
+            for i, p in enumerate(params)
+        ]
+        before = self._counters()
+        if self._margins is not None:
+            self._margins.by_key.clear()
+        results = self.llm.generate(
+            [{"prompt_token_ids": list(ids)} for ids in token_ids],
+            sampling,
+            use_tqdm=False,
+        )
+        after = self._counters()
+        outputs = []
+        for result, ids, p in zip(results, token_ids, sampling, strict=True):
+            for choice in result.outputs:
+                margins = ()
+                if self._margins is not None:
+                    margins = tuple(
+                        self._margins.by_key[p.seed, len(ids) + j - 1]
+                        for j in range(len(choice.token_ids))
+                    )
+                logprobs = None
+                if choice.logprobs is not None:
+                    logprobs = [
+                        {token: entry.logprob for token, entry in position.items()}
+                        for position in choice.logprobs
+                    ]
+                outputs.append(
+                    Output(
+                        tuple(choice.token_ids), margins, choice.finish_reason, logprobs
+                    )
+                )
+        run = Run(outputs)
+        if "drafts" in after:
+            run.rounds = after["drafts"] - before["drafts"]
+            run.accepted = after["accepted_tokens"] - before["accepted_tokens"]
+            run.drafted = after["draft_tokens"] - before["draft_tokens"]
+            now, then = (
+                x["accepted_tokens_per_pos"] or [] for x in (after, before)
+            )
+            then = then or [0] * len(now)
+            run.accepted_per_position = [a - b for a, b in zip(now, then, strict=True)]
+        return run
+
+
+def assert_same_text(base: Run, other: Run, what: str) -> int:
+    """Equal tokens, or a first difference where the base's margin is a near tie.
+    Prints and counts those; `base` must have been run with margins."""
+    near_ties = 0
+    assert len(base.outputs) == len(other.outputs)
+    for i, (want, got) in enumerate(zip(base.outputs, other.outputs, strict=True)):
+        if want.token_ids == got.token_ids:
+            continue
+        shorter = min(len(want.token_ids), len(got.token_ids))
+        at = next(
+            (
+                j
+                for j in range(shorter)
+                if want.token_ids[j] != got.token_ids[j]
+            ),
+            shorter,
+        )
+        assert at < len(want.margins), f"{what}: request {i} has other length: {got}"
+        margin = want.margins[at]
+        print(f"{what}: request {i} differs at token {at}, margin {margin:.4f}")
+        assert margin <= NEAR_TIE, (
+            f"{what}: request {i} differs at token {at} where the margin is {margin:.4f}"
+            f"\n want {want.token_ids[at:]}\n got  {got.token_ids[at:]}"
+        )
+        near_ties += 1
+    return near_ties

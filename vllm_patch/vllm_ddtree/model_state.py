@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner's per-model hooks for trees: topology and positions before
+the forward pass, the accepting walk after it, and the commit of what was
+accepted (KV rows, GDN states) before the drafter runs again."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+from vllm_ddtree import trace
+from vllm_ddtree.attention import TreeKVLayer, find_kv_layers
+from vllm_ddtree.gdn import TreeGatedDeltaNet, find_gdn_layers
+from vllm_ddtree.request_params import RequestParams
+from vllm_ddtree.sampler import TreeRejectionSampler
+from vllm_ddtree.step import VerifyStep, building
+from vllm_ddtree.trees import TreeBatch, TreeShape
+
+logger = init_logger(__name__)
+
+
+class TreeStateMixin(ModelState):
+    """Placed in front of the ModelState that the model would have used."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        speculative_config = vllm_config.speculative_config
+        self.tree_budget: int = speculative_config.tree_budget
+        self.horizon: int = speculative_config.tree_horizon
+        shape = TreeShape(self.max_num_reqs, self.tree_budget + 1, self.horizon)
+        # By request slot, written by the drafter; and in the order of the batch.
+        self.slot_trees = TreeBatch.zeros(shape, self.device)
+        self.batch_trees = TreeBatch.zeros(shape, self.device)
+        custom = vllm_config.model_config.logits_processors
+        if custom:
+            logger.warning(
+                "Custom logits processors are not supported on trees yet: every "
+                "request is verified as an exact chain."
+            )
+        self.request_params = RequestParams(
+            self.max_num_reqs,
+            self.tree_budget,
+            self.horizon,
+            chain_only=bool(custom),
+            device=self.device,
+        )
+        self.step: VerifyStep | None = None
+        self._node_index = torch.arange(shape.max_nodes, device=self.device)
+        self._kv_layers: list[TreeKVLayer] | None = None
+        self._gdn_layers: list[TreeGatedDeltaNet] = []
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        # Slots are reused, and rows can be scheduled before the first draft:
+        # until then the tree is its root.
+        self.slot_trees.num_nodes[req_index] = 1
+        self.slot_trees.parents[req_index, 0] = -1
+        self.slot_trees.depths[req_index, 0] = 0
+        self.slot_trees.first_child[req_index, 0] = -1
+        self.slot_trees.ancestor_bits[req_index, 0] = 0
+        self.slot_trees.ancestor_bits[req_index, 0, 0] = 1
+        self.slot_trees.ancestors[req_index, 0] = -1
+        self.slot_trees.ancestors[req_index, 0, 0] = 0
+        self.request_params.add_request(
+            req_index, new_req_data.sampling_params, new_req_data.prompt_len
+        )
+
+    def preprocess_state(
+        self,
+        input_batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        super().preprocess_state(
+            input_batch, block_tables, kv_cache_config, num_computed_tokens
+        )
+        self.step = self._start_step(input_batch, num_computed_tokens)
+        if self.step is not None:
+            # Slot mappings are computed from linear positions by now.
+            input_batch.positions[: self.step.num_rows] += self.step.position_delta
+
+    def _start_step(
+        self, input_batch: InputBatch, num_computed_tokens: torch.Tensor
+    ) -> VerifyStep | None:
+        num_drafts = input_batch.num_draft_tokens_per_req
+        if num_drafts is None or not num_drafts.any():
+            return None
+        num_reqs = int(np.count_nonzero(num_drafts))
+        rows_per_req = num_drafts[:num_reqs] + 1
+        if not (
+            num_drafts[:num_reqs].all()
+            and (input_batch.num_scheduled_tokens[:num_reqs] == rows_per_req).all()
+        ):
+            raise RuntimeError(
+                "vllm_ddtree: requests with draft rows must lead the batch and "
+                "have one row per draft and one for the root"
+            )
+        idx_mapping = input_batch.idx_mapping[:num_reqs]
+        trees = self.batch_trees
+        trees.gather_from(self.slot_trees, idx_mapping)
+        # The scheduler may have cut the list of nodes.
+        rows = torch.from_numpy(rows_per_req.astype(np.int32)).to(self.device)
+        num_nodes = trees.num_nodes[:num_reqs]
+        torch.minimum(num_nodes, rows, out=num_nodes)
+
+        num_rows = int(input_batch.query_start_loc_np[num_reqs])
+        request_of_row = torch.repeat_interleave(
+            torch.arange(num_reqs, device=self.device), rows, output_size=num_rows
+        )
+        query_start = input_batch.query_start_loc[: num_reqs + 1]
+        node_of_row = (
+            torch.arange(num_rows, device=self.device) - query_start[request_of_row]
+        )
+        depth = trees.depths[request_of_row, node_of_row]
+        position_delta = torch.where(
+            node_of_row < num_nodes[request_of_row], depth - node_of_row, 0
+        )
+        fresh = input_batch.num_computed_tokens_np[:num_reqs] == 0
+        return VerifyStep(
+            trees=trees,
+            num_reqs=num_reqs,
+            num_rows=num_rows,
+            req_ids=input_batch.req_ids[:num_reqs],
+            query_start=query_start,
+            idx_mapping=idx_mapping,
+            position_delta=position_delta,
+            num_computed=num_computed_tokens[idx_mapping].to(torch.int64),
+            fresh_reqs=np.nonzero(fresh)[0].tolist(),
+        )
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> Any:
+        inputs = super().prepare_inputs(input_batch, req_states)
+        if self.step is not None and "positions" in inputs:
+            # mrope: all three axes of a generated token advance together.
+            inputs["positions"][..., : self.step.num_rows] += self.step.position_delta
+        return inputs
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        # A dummy batch comes without preprocess_state: it must not see the
+        # trees of the batch before it.
+        step = self.step
+        if step is not None and input_batch.req_ids[: step.num_reqs] != step.req_ids:
+            step = self.step = None
+        with building(step):
+            attn_metadata = super().prepare_attn(
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                *args,
+                **kwargs,
+            )
+        if step is not None:
+            step.attn_metadata = attn_metadata
+            # The drafter reuses the buffer for its own rows.
+            step.slot_mappings = slot_mappings[:, : step.num_rows].clone()
+        return attn_metadata
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        return sampler, TreeRejectionSampler(sampler, self)
+
+    def accept(
+        self,
+        node_tokens: torch.Tensor,
+        input_batch: InputBatch,
+        invalid_rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Walk every request of the batch.
+
+        node_tokens int64 [num_logits], in logits order; invalid_rows bool
+        [num_logits] marks nodes that must not be entered. Returns num_accepted
+        int32 [R], accepted_nodes int32 [R, D], sampled tokens int64 [R, D + 1],
+        the last two -1 padded. Requests without drafts accept nothing."""
+        step = self.step
+        assert step is not None
+        trees = self.batch_trees
+        num_reqs = input_batch.num_reqs
+        shape = trees.shape
+        trees.num_nodes[step.num_reqs : num_reqs] = 1
+        trees.first_child[step.num_reqs : num_reqs, 0] = -1
+        if invalid_rows is not None:
+            blocked = invalid_rows[: step.num_rows]
+            request_of_row = torch.repeat_interleave(
+                torch.arange(step.num_reqs, device=self.device),
+                step.query_start.diff(),
+                output_size=step.num_rows,
+            )
+            node_of_row = (
+                torch.arange(step.num_rows, device=self.device)
+                - step.query_start[request_of_row]
+            )
+            tokens = trees.tokens[request_of_row, node_of_row]
+            trees.tokens[request_of_row, node_of_row] = torch.where(
+                blocked, -1, tokens
+            )
+        num_accepted = node_tokens.new_empty(num_reqs, dtype=torch.int32)
+        accepted_nodes = node_tokens.new_empty(
+            (num_reqs, shape.max_depth), dtype=torch.int32
+        )
+        output_tokens = node_tokens.new_empty((num_reqs, shape.max_depth + 1))
+        torch.ops.ddtree.tree_accept(
+            node_tokens,
+            input_batch.cu_num_logits,
+            trees.storage,
+            shape.max_nodes,
+            shape.max_depth,
+            shape.num_reqs,
+            num_accepted,
+            accepted_nodes,
+            output_tokens,
+        )
+        step.num_accepted = num_accepted[: step.num_reqs]
+        step.accepted_nodes = accepted_nodes[: step.num_reqs]
+        trace.record(step, output_tokens)
+        return num_accepted, accepted_nodes, output_tokens
+
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor | int,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
+        step = self.step
+        if step is not None and step.num_accepted is not None:
+            self._commit(step)
+        if isinstance(self, MambaHybridModelState):
+            # One state slot holds the state of everything accepted: to the
+            # align-mode bookkeeping that is one token per step.
+            num_sampled = (
+                torch.ones_like(num_sampled)
+                if isinstance(num_sampled, torch.Tensor)
+                else num_sampled
+            )
+        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+
+    def _commit(self, step: VerifyStep) -> None:
+        if self._kv_layers is None:
+            context = self.vllm_config.compilation_config.static_forward_context
+            self._kv_layers = find_kv_layers(context)
+            self._gdn_layers = find_gdn_layers(context)
+        gdn = self._gdn_layers
+        metadata = [step.attn_metadata[layer.prefix] for layer in gdn]
+        align = bool(gdn) and self.cache_config.mamba_cache_mode == "align"
+        snapshot_tokens = None
+        snapshot_slots: list[torch.Tensor] = []
+        if align:
+            snapshot_tokens, snapshot_slots = self._boundary_snapshots(step, metadata)
+        rows_of_group = step.slot_mappings
+        torch.ops.ddtree.commit(
+            [layer.tree_conv_weight() for layer in gdn],
+            [layer.tree_conv_state() for layer in gdn],
+            [layer.tree_ssm_state() for layer in gdn],
+            [layer.stash_qkv[: step.num_rows] for layer in gdn],
+            [layer.stash_gates[: step.num_rows] for layer in gdn],
+            [m.state_slots for m in metadata],
+            snapshot_slots,
+            snapshot_tokens,
+            [layer.key_cache() for layer in self._kv_layers],
+            [layer.value_cache() for layer in self._kv_layers],
+            [rows_of_group[self._group_of(layer.name)] for layer in self._kv_layers],
+            step.query_start,
+            step.num_accepted,
+            step.accepted_nodes,
+            step.trees.storage,
+            step.trees.shape.num_reqs,
+            step.trees.shape.max_nodes,
+            step.trees.shape.max_depth,
+        )
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self._groups = {
+            name: group
+            for group, spec in enumerate(kv_cache_config.kv_cache_groups)
+            for name in spec.layer_names
+        }
+
+    def _group_of(self, layer_name: str) -> int:
+        return self._groups[layer_name]
+
+    def _boundary_snapshots(
+        self, step: VerifyStep, metadata: list[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Prefix caching ("align" mode) keeps the state at each block boundary.
+        Where the accepted path crosses one, commit writes the state there too.
+        Returns the rows replayed before the snapshot, int32 [num_reqs], and per
+        layer the slot of the boundary's block, -1 for none."""
+        block = self.cache_config.mamba_block_size
+        start = step.num_computed
+        end = start + step.num_accepted + 1
+        rows = step.query_start.diff()
+        boundary = end // block * block
+        running_column = (start + rows - 1) // block
+        column = boundary // block - 1
+        crosses = (boundary > start) & (column < running_column)
+        tokens = torch.where(crosses, boundary - start, 1).to(torch.int32)
+        slots = []
+        for layer in metadata:
+            slot = layer.block_table.gather(1, column.clamp(min=0)[:, None])[:, 0]
+            # Block 0 is vLLM's null block.
+            keep = crosses & (slot > 0)
+            slots.append(torch.where(keep, slot, -1).to(torch.int32))
+        return tokens, slots
+
+    def linear_positions(self, input_batch: InputBatch) -> None:
+        """Undo the tree positions: the drafter reads accepted rows in order."""
+        if self.step is not None:
+            input_batch.positions[: self.step.num_rows] -= self.step.position_delta
+
+    def accepted_first(self, num_tokens: int) -> torch.Tensor:
+        """int64 [num_tokens]: for each row the row whose hidden state belongs
+        there once the accepted path is a chain. Other rows keep their own."""
+        order = torch.arange(num_tokens + 1, device=self.device)
+        step = self.step
+        if step is not None and step.accepted_nodes is not None:
+            depth = torch.arange(self.horizon, device=self.device)
+            first = step.query_start[:-1, None].to(torch.int64)
+            accepted = depth < step.num_accepted[:, None]
+            # Unused places write into the extra last row.
+            target = torch.where(accepted, first + 1 + depth, num_tokens)
+            order[target] = first + step.accepted_nodes
+        return order[:num_tokens]
+
+
+@cache
+def wrap_model_state(cls: type[ModelState]) -> type[ModelState]:
+    """The ModelState class to use in place of `cls` when trees are on."""
+    return type(f"Tree{cls.__name__}", (TreeStateMixin, cls), {})

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads libddtree and calls its C ABI. `ddtree.h` is the only description of
+the ABI: cffi parses it, nothing is mirrored by hand."""
+
+import os
+import re
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cffi
+import torch
+
+_PACKAGE = Path(__file__).resolve().parent
+# An installed package carries both files; a checkout has them at its root.
+_CHECKOUT = _PACKAGE.parent.parent
+_LIBRARY_CANDIDATES = (
+    _PACKAGE / "lib" / "libddtree.so",
+    _CHECKOUT / "target" / "release" / "libddtree.so",
+)
+_HEADER_CANDIDATES = (
+    _PACKAGE / "lib" / "ddtree.h",
+    _CHECKOUT / "include" / "ddtree.h",
+)
+
+_DTYPE_NAMES = {
+    torch.float32: "DDT_DTYPE_F32",
+    torch.float16: "DDT_DTYPE_F16",
+    torch.bfloat16: "DDT_DTYPE_BF16",
+    torch.int32: "DDT_DTYPE_I32",
+    torch.int64: "DDT_DTYPE_I64",
+    torch.uint8: "DDT_DTYPE_U8",
+}
+
+
+class LibraryError(RuntimeError):
+    """libddtree refused a call; the text is the library's own message."""
+
+
+def _declarations(header: str) -> str:
+    """The part of a C header that cffi's parser understands."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"#ifdef __cplusplus.*?#endif[^\n]*", "", text, flags=re.S)
+    kept = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            constant = re.match(
+                r"\s*#define\s+(DDT_\w+)\s+\(?(-?\d+|0x[0-9a-fA-F]+)[uU]?\)?\s*$", line
+            )
+            if constant:
+                kept.append(f"#define {constant[1]} {constant[2]}")
+        else:
+            kept.append(line)
+    return re.sub(r"\bDDT_(NODISCARD|MUST_USE)\b", "", "\n".join(kept))
+
+
+def _first_existing(candidates: tuple[Path, ...], what: str) -> Path:
+    for path in candidates:
+        if path.is_file():
+            return path
+    looked = ", ".join(str(path) for path in candidates)
+    raise LibraryError(
+        f"{what} not found (looked at {looked}): build it with "
+        "`cargo build --release`, or set DDTREE_LIBRARY to libddtree.so"
+    )
+
+
+class Library:
+    """One loaded libddtree with one context per device type."""
+
+    def __init__(self) -> None:
+        override = os.environ.get("DDTREE_LIBRARY")
+        path = (
+            Path(override)
+            if override
+            else _first_existing(_LIBRARY_CANDIDATES, "libddtree.so")
+        )
+        header = _first_existing(
+            (path.parent / "ddtree.h", *_HEADER_CANDIDATES), "ddtree.h"
+        )
+        self.ffi = cffi.FFI()
+        self.ffi.cdef(_declarations(header.read_text()))
+        try:
+            self.lib = self.ffi.dlopen(str(path))
+        except OSError as error:
+            raise LibraryError(f"cannot load {path}: {error}") from error
+        built, wanted = self.lib.ddt_abi_version(), self.lib.DDT_ABI_VERSION
+        if built != wanted:
+            raise LibraryError(
+                f"{path} has ABI {built}, {header} describes ABI {wanted}: "
+                "rebuild the library or reinstall vllm_ddtree"
+            )
+        self.dtypes = {
+            dtype: getattr(self.lib, name) for dtype, name in _DTYPE_NAMES.items()
+        }
+        self.context = self._create_context()
+
+    def _create_context(self) -> Any:
+        params = self.params("ddt_context_params")
+        params.abi_version = self.lib.DDT_ABI_VERSION
+        params.device = self.lib.DDT_DEVICE_CPU
+        out = self.ffi.new("ddt_context **")
+        self.check(self.lib.ddt_context_create(params, out))
+        return self.ffi.gc(out[0], self.lib.ddt_context_free)
+
+    def params(self, struct: str) -> Any:
+        """A zeroed parameter struct with its size filled in."""
+        value = self.ffi.new(f"{struct} *")
+        value.struct_size = self.ffi.sizeof(struct)
+        return value
+
+    def check(self, status: int) -> None:
+        if status != self.lib.DDT_OK:
+            text = self.ffi.new("char[1024]")
+            self.lib.ddt_last_error(text, 1024, self.ffi.NULL)
+            name = self.ffi.string(self.lib.ddt_status_name(status)).decode()
+            raise LibraryError(f"{name}: {self.ffi.string(text).decode()}")
+
+    def pointer(
+        self, tensor: torch.Tensor | None, c_type: str, dtype: torch.dtype
+    ) -> Any:
+        """The data pointer of a contiguous tensor, NULL for None."""
+        if tensor is None:
+            return self.ffi.NULL
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"want a contiguous {dtype} tensor, got {tensor.dtype} "
+                f"with strides {tensor.stride()}"
+            )
+        return self.ffi.cast(f"{c_type} *", tensor.data_ptr())
+
+    def fill_tensor(self, out: Any, tensor: torch.Tensor | None) -> None:
+        """Describe `tensor` in the ddt_tensor `out`; None leaves it absent."""
+        if tensor is None:
+            return
+        if tensor.dtype not in self.dtypes:
+            raise ValueError(f"libddtree has no dtype for {tensor.dtype}")
+        out.data = self.ffi.cast("void *", tensor.data_ptr())
+        out.dtype = self.dtypes[tensor.dtype]
+        out.ndim = tensor.dim()
+        for i, (size, stride) in enumerate(
+            zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            out.shape[i] = size
+            out.strides[i] = stride
+
+
+_LOCK = threading.Lock()
+
+
+@cache
+def _load() -> Library:
+    return Library()
+
+
+def library() -> Library:
+    """The process-wide library, loaded on first use."""
+    with _LOCK:
+        return _load()

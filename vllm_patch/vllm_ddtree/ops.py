@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library's operations as torch custom ops, `torch.ops.ddtree.*`.
+
+A batch of trees travels as its int32 storage (`trees.TreeBatch.storage`) and
+its capacity (num_reqs, max_nodes, max_depth). All ops write into tensors of the
+caller, so that they can be captured, and return nothing. Row and padding rules:
+ddtree.h."""
+
+import torch
+
+from vllm_ddtree.native import library
+from vllm_ddtree.trees import TreeShape, describe
+
+
+def _void(*args, **kwargs) -> None:
+    """Fake implementation: every op only mutates its arguments."""
+
+
+def _fill_gdn_layer(
+    lib,
+    out,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+    stash_qkv: torch.Tensor,
+    stash_gates: torch.Tensor,
+    state_slots: torch.Tensor,
+    snapshot_slots: torch.Tensor | None = None,
+) -> None:
+    lib.fill_tensor(out.conv_weight, conv_weight)
+    lib.fill_tensor(out.conv_bias, conv_bias)
+    lib.fill_tensor(out.conv_state, conv_state)
+    lib.fill_tensor(out.ssm_state, ssm_state)
+    lib.fill_tensor(out.stash_qkv, stash_qkv)
+    lib.fill_tensor(out.stash_gates, stash_gates)
+    out.state_slots = lib.pointer(state_slots, "int32_t", torch.int32)
+    out.snapshot_slots = lib.pointer(snapshot_slots, "int32_t", torch.int32)
+
+
+@torch.library.custom_op("ddtree::tree_build", mutates_args=("tree",))
+def tree_build(
+    logits: torch.Tensor,
+    root_tokens: torch.Tensor,
+    root_positions: torch.Tensor,
+    node_budgets: torch.Tensor,
+    candidate_caps: torch.Tensor,
+    stop_tokens: torch.Tensor,
+    stop_min_depths: torch.Tensor,
+    tree: torch.Tensor,
+    num_reqs: int,
+    max_nodes: int,
+    max_depth: int,
+) -> None:
+    """Best-first trees from the drafter's logits.
+
+    logits [n, L, V] f32/f16/bf16, n <= num_reqs; root_tokens, node_budgets,
+    candidate_caps, stop_min_depths int32 [n]; root_positions int64 [n];
+    stop_tokens int32 [n, S], -1 padded. The first n trees are written."""
+    lib = library()
+    n = logits.shape[0]
+    params = lib.params("ddt_tree_build_params")
+    shape = TreeShape(num_reqs, max_nodes, max_depth)
+    topology = describe(lib, tree, shape, n)
+    lib.fill_tensor(params.logits, logits)
+    params.root_tokens = lib.pointer(root_tokens, "int32_t", torch.int32)
+    params.root_positions = lib.pointer(root_positions, "int64_t", torch.int64)
+    params.node_budgets = lib.pointer(node_budgets, "int32_t", torch.int32)
+    params.candidate_caps = lib.pointer(candidate_caps, "int32_t", torch.int32)
+    params.stop_tokens = lib.pointer(stop_tokens, "int32_t", torch.int32)
+    params.max_stop_tokens = stop_tokens.shape[1]
+    params.stop_min_depths = lib.pointer(stop_min_depths, "int32_t", torch.int32)
+    params.tree = topology
+    lib.check(lib.lib.ddt_tree_build(lib.context, params, lib.ffi.NULL))
+
+
+@torch.library.custom_op("ddtree::tree_attention", mutates_args=("out",))
+def tree_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree: torch.Tensor,
+    max_nodes: int,
+    max_depth: int,
+    num_reqs: int,
+    scale: float,
+    softcap: float,
+    out: torch.Tensor,
+) -> None:
+    """Paged prefix and tree rows in one softmax for the first requests.
+
+    query, out [T, Hq, Dh]; caches [blocks, Hkv, block_size, Dh]; block_table
+    int32 [n, max_blocks]; query_start int32 [n + 1]; seq_lens int32 [n]."""
+    lib = library()
+    n = seq_lens.shape[0]
+    params = lib.params("ddt_tree_attention_params")
+    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
+    lib.fill_tensor(params.query, query)
+    lib.fill_tensor(params.key_cache, key_cache)
+    lib.fill_tensor(params.value_cache, value_cache)
+    lib.fill_tensor(params.block_table, block_table)
+    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+    params.seq_lens = lib.pointer(seq_lens, "int32_t", torch.int32)
+    params.tree = topology
+    params.softmax_scale = scale
+    params.logit_softcap = softcap
+    lib.fill_tensor(params.out, out)
+    lib.check(lib.lib.ddt_tree_attention(lib.context, params, lib.ffi.NULL))
+
+
+@torch.library.custom_op(
+    "ddtree::gdn_verify", mutates_args=("stash_qkv", "stash_gates", "out")
+)
+def gdn_verify(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+    stash_qkv: torch.Tensor,
+    stash_gates: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_start: torch.Tensor,
+    tree: torch.Tensor,
+    num_reqs: int,
+    max_nodes: int,
+    max_depth: int,
+    out: torch.Tensor,
+) -> None:
+    """Outputs of every node from the layer's state, which stays as it is.
+
+    mixed_qkv [T, C]; a, b [T, Hv]; a_log, dt_bias [Hv]; conv_weight [C, 4];
+    conv_state [slots, C, 3]; ssm_state [slots, Hv, 128 v, 128 k] f32; stash_qkv
+    [T', C], stash_gates f32 [T', 2, Hv], T' >= T; state_slots int32 [n];
+    query_start int32 [n + 1]; out [T, Hv, 128]."""
+    lib = library()
+    n = state_slots.shape[0]
+    params = lib.params("ddt_gdn_verify_params")
+    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
+    rows = mixed_qkv.shape[0]
+    _fill_gdn_layer(
+        lib,
+        params.layer,
+        conv_weight,
+        conv_bias,
+        conv_state,
+        ssm_state,
+        stash_qkv[:rows],
+        stash_gates[:rows],
+        state_slots,
+    )
+    lib.fill_tensor(params.mixed_qkv, mixed_qkv)
+    lib.fill_tensor(params.a, a)
+    lib.fill_tensor(params.b, b)
+    lib.fill_tensor(params.a_log, a_log)
+    lib.fill_tensor(params.dt_bias, dt_bias)
+    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+    params.tree = topology
+    params.norm_eps = 1e-6
+    lib.fill_tensor(params.out, out)
+    lib.check(lib.lib.ddt_gdn_verify(lib.context, params, lib.ffi.NULL))
+
+
+@torch.library.custom_op(
+    "ddtree::tree_accept",
+    mutates_args=("num_accepted", "accepted_nodes", "output_tokens"),
+)
+def tree_accept(
+    node_tokens: torch.Tensor,
+    query_start: torch.Tensor,
+    tree: torch.Tensor,
+    max_nodes: int,
+    max_depth: int,
+    num_reqs: int,
+    num_accepted: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    output_tokens: torch.Tensor,
+) -> None:
+    """Follow the token sampled at each node while it names a child.
+
+    node_tokens int64 [T]; query_start int32 [n + 1]; num_accepted int32 [n];
+    accepted_nodes int32 [n, D] and output_tokens int64 [n, D + 1], -1 padded."""
+    lib = library()
+    n = num_accepted.shape[0]
+    params = lib.params("ddt_tree_accept_params")
+    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
+    params.tree = topology
+    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+    params.node_tokens = lib.pointer(node_tokens, "int64_t", torch.int64)
+    params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
+    params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
+    params.output_tokens = lib.pointer(output_tokens, "int64_t", torch.int64)
+    lib.check(lib.lib.ddt_tree_accept(lib.context, params, lib.ffi.NULL))
+
+
+@torch.library.custom_op(
+    "ddtree::commit",
+    mutates_args=("conv_states", "ssm_states", "key_caches", "value_caches"),
+)
+def commit(
+    conv_weights: list[torch.Tensor],
+    conv_states: list[torch.Tensor],
+    ssm_states: list[torch.Tensor],
+    stash_qkv: list[torch.Tensor],
+    stash_gates: list[torch.Tensor],
+    state_slots: list[torch.Tensor],
+    snapshot_slots: list[torch.Tensor],
+    snapshot_tokens: torch.Tensor | None,
+    key_caches: list[torch.Tensor],
+    value_caches: list[torch.Tensor],
+    row_slots: list[torch.Tensor],
+    query_start: torch.Tensor,
+    num_accepted: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    tree: torch.Tensor,
+    num_reqs: int,
+    max_nodes: int,
+    max_depth: int,
+) -> None:
+    """Replay root + accepted rows into the GDN states, move their KV rows.
+
+    One list entry per layer; state_slots, snapshot_slots int32 [n] (snapshot
+    lists empty without prefix-caching snapshots); row_slots int64 [T]; the rest
+    as tree_accept wrote it."""
+    lib = library()
+    ffi = lib.ffi
+    n = num_accepted.shape[0]
+    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
+    gdn_layers = ffi.new("ddt_gdn_layer[]", max(1, len(conv_states)))
+    for i in range(len(conv_states)):
+        _fill_gdn_layer(
+            lib,
+            gdn_layers[i],
+            conv_weights[i],
+            None,
+            conv_states[i],
+            ssm_states[i],
+            stash_qkv[i],
+            stash_gates[i],
+            state_slots[i],
+            snapshot_slots[i] if snapshot_slots else None,
+        )
+    kv_layers = ffi.new("ddt_kv_layer[]", max(1, len(key_caches)))
+    for i in range(len(key_caches)):
+        lib.fill_tensor(kv_layers[i].key_cache, key_caches[i])
+        lib.fill_tensor(kv_layers[i].value_cache, value_caches[i])
+        kv_layers[i].row_slots = lib.pointer(row_slots[i], "int64_t", torch.int64)
+    params = lib.params("ddt_commit_params")
+    params.num_gdn_layers = len(conv_states)
+    params.num_kv_layers = len(key_caches)
+    params.gdn_layers = gdn_layers
+    params.kv_layers = kv_layers
+    params.tree = topology
+    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+    params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
+    params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
+    params.snapshot_tokens = lib.pointer(snapshot_tokens, "int32_t", torch.int32)
+    lib.check(lib.lib.ddt_commit(lib.context, params, ffi.NULL))
+
+
+for _op in (tree_build, tree_attention, gdn_verify, tree_accept, commit):
+    _op.register_fake(_void)

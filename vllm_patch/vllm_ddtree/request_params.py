@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-request tree limits, kept on the device by request slot."""
+
+import torch
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
+
+# The request's own budget: `extra_args` (`vllm_xargs` in the OpenAI API).
+BUDGET_ARG = "ddtree_budget"
+MAX_STOP_TOKENS = 16
+
+
+def history_dependent(params: SamplingParams) -> list[str]:
+    """Parameters whose logits depend on the tokens before a row. vLLM applies
+    them as if the rows were a chain, so such a request gets a chain."""
+    reasons = {
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "bad_words": bool(params.bad_words),
+        "structured_outputs": params.structured_outputs is not None,
+        "thinking_token_budget": params.thinking_token_budget is not None,
+    }
+    return [name for name, present in reasons.items() if present]
+
+
+class RequestParams:
+    """node_budgets, candidate_caps int32 [slots]; stop_tokens int32 [slots,
+    MAX_STOP_TOKENS], -1 padded; min_stop_positions int64 [slots]: a stop token
+    at a smaller position cannot be sampled yet (min_tokens)."""
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        tree_budget: int,
+        horizon: int,
+        chain_only: bool,
+        device: torch.device,
+    ) -> None:
+        self.tree_budget = tree_budget
+        self.horizon = horizon
+        self.chain_only = chain_only
+        self.node_budgets = torch.full(
+            (max_num_reqs,), tree_budget, dtype=torch.int32, device=device
+        )
+        self.candidate_caps = torch.zeros(
+            max_num_reqs, dtype=torch.int32, device=device
+        )
+        self.stop_tokens = torch.full(
+            (max_num_reqs, MAX_STOP_TOKENS), -1, dtype=torch.int32, device=device
+        )
+        self.min_stop_positions = torch.zeros(
+            max_num_reqs, dtype=torch.int64, device=device
+        )
+
+    def add_request(
+        self, slot: int, params: SamplingParams | None, prompt_len: int
+    ) -> None:
+        budget, chain, stops, min_stop_position = self.tree_budget, False, [], 0
+        if params is not None:
+            budget = self._requested_budget(params)
+            reasons = history_dependent(params)
+            if reasons:
+                logger.warning_once(
+                    "%s not supported on trees yet: such requests are "
+                    "verified as an exact chain.",
+                    ", ".join(reasons),
+                )
+            chain = self.chain_only or bool(reasons)
+            if not params.ignore_eos:
+                stops = sorted(params.all_stop_token_ids)[:MAX_STOP_TOKENS]
+            # Output token i (from 0) has position prompt_len + i; stop tokens
+            # are masked while fewer than min_tokens tokens precede them.
+            min_stop_position = prompt_len + params.min_tokens
+        self.node_budgets[slot] = min(budget, self.horizon) if chain else budget
+        self.candidate_caps[slot] = 1 if chain else 0
+        row = torch.full((MAX_STOP_TOKENS,), -1, dtype=torch.int32)
+        row[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
+        self.stop_tokens[slot] = row.to(self.stop_tokens.device)
+        self.min_stop_positions[slot] = min_stop_position
+
+    def _requested_budget(self, params: SamplingParams) -> int:
+        requested = (params.extra_args or {}).get(BUDGET_ARG)
+        if requested is None:
+            return self.tree_budget
+        try:
+            budget = int(requested)
+        except (TypeError, ValueError):
+            budget = -1
+        if not 0 <= budget <= self.tree_budget:
+            logger.warning(
+                "%s=%r is not a budget between 0 and the server's %d: using %d.",
+                BUDGET_ARG,
+                requested,
+                self.tree_budget,
+                self.tree_budget,
+            )
+            return self.tree_budget
+        return budget

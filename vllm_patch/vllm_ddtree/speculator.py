@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash's drafter, asked for a tree instead of a chain: its per-position
+distributions become a best-first tree inside the draft step."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_ddtree import registration
+from vllm_ddtree.trees import TreeBatch
+
+
+class DDTreeSpeculator(DFlashSpeculator):
+    """`num_speculative_tokens` is the tree budget everywhere in vLLM; only the
+    drafter sees its own horizon."""
+
+    _speculator_name = "DDTree"
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        registration.register()
+        speculative_config = vllm_config.speculative_config
+        self.tree_budget: int = speculative_config.tree_budget
+        draft_config = copy.copy(vllm_config)
+        # Not dataclasses.replace: it would validate and convert once more.
+        draft_config.speculative_config = copy.copy(speculative_config)
+        draft_config.speculative_config.num_speculative_tokens = (
+            speculative_config.tree_horizon
+        )
+        super().__init__(draft_config, device)
+        self._trees: TreeBatch | None = None
+        self._drafts = torch.zeros(
+            self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
+        )
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        return min(num_reqs * (self.tree_budget + 1), self.max_num_tokens)
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        hidden_states = self._run_model(
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+        )
+        horizon = self.num_speculative_steps
+        num_sample = num_reqs * horizon
+        logits = self.compute_draft_logits(
+            hidden_states[self.sample_indices[:num_sample]], 0
+        ).view(num_reqs, horizon, -1)
+        if self._trees is None:
+            # Memory profiling runs before there is a model state.
+            return
+        params = self.model_state.request_params
+        slots = self.sample_idx_mapping[:num_sample:horizon].clamp(min=0)
+        # The first query row of a request is its anchor, the tree's root.
+        num_query = num_reqs * self.num_query_per_req
+        anchors = slice(0, num_query, self.num_query_per_req)
+        root_positions = self.input_buffers.positions[anchors].contiguous()
+        trees, shape = self._trees, self._trees.shape
+        torch.ops.ddtree.tree_build(
+            logits,
+            self.input_buffers.input_ids[anchors].contiguous(),
+            root_positions,
+            params.node_budgets[slots],
+            params.candidate_caps[slots],
+            params.stop_tokens[slots],
+            (params.min_stop_positions[slots] - root_positions).to(torch.int32),
+            trees.storage,
+            shape.num_reqs,
+            shape.max_nodes,
+            shape.max_depth,
+        )
+        # Idle rows need a token that exists; nothing ever enters them.
+        self._drafts[:num_reqs] = trees.tokens[:num_reqs, 1:].clamp(min=0)
+
+    def set_attn(self, model_state: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(model_state, *args, **kwargs)
+        self._trees = TreeBatch.zeros(model_state.slot_trees.shape, self.device)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As DFlash's, but returns the nodes, int64 [num_reqs, tree_budget]."""
+        if not dummy_run:
+            # The drafter takes a request's first rows as its accepted tokens.
+            order = self.model_state.accepted_first(last_hidden_states.shape[0])
+            last_hidden_states = last_hidden_states[order]
+            if aux_hidden_states is not None:
+                aux_hidden_states = [hidden[order] for hidden in aux_hidden_states]
+            self.model_state.linear_positions(input_batch)
+            input_batch = dataclasses.replace(input_batch)
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+        num_reqs = input_batch.num_reqs
+        if not dummy_run:
+            self._trees.scatter_to(
+                self.model_state.slot_trees, input_batch.idx_mapping
+            )
+        return self._drafts[:num_reqs].clone()
