@@ -372,3 +372,107 @@ mod x86 {
         super::sum_exp(x, max)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A reproducible stream of numbers.
+    fn random_bits(count: usize, seed: u64) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(seed), |state| {
+            Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407))
+        })
+        .skip(1)
+        .map(|state| (state >> 32) as u32)
+        .take(count)
+    }
+
+    #[test]
+    fn exp_spec_is_close_to_exp() {
+        assert_eq!(exp_spec(0.0), 1.0);
+        assert_eq!(exp_spec(-0.0), 1.0);
+        for t in [-87.01, -88.0, -1e30, f32::MIN, f32::NEG_INFINITY] {
+            assert_eq!(exp_spec(t).to_bits(), 0, "{t}");
+        }
+        let mut worst = 0.0f64;
+        for step in 0..870_000 {
+            let t = -(step as f32) * 1e-4;
+            let want = f64::from(t).exp();
+            let got = exp_spec(t);
+            assert!(got.is_normal(), "exp_spec({t}) = {got}");
+            // one ulp of f32 is between 2^-24 and 2^-23 of the value
+            worst = worst.max((f64::from(got) - want).abs() / want * 2f64.powi(24));
+        }
+        assert!(worst < 2.0, "error {worst} ulp");
+    }
+
+    #[test]
+    fn ln_spec_is_close_to_ln() {
+        assert_eq!(ln_spec(1.0), 0.0);
+        for bits in random_bits(100_000, 1) {
+            // 1 to 2^31, evenly in the exponent
+            let s = f32::from_bits(1.0f32.to_bits() + bits % (31 << 23));
+            let want = f64::from(s).ln();
+            assert!((ln_spec(s) - want).abs() <= 1e-15 * want.max(1.0), "ln_spec({s})");
+        }
+    }
+
+    #[test]
+    fn edge_scores_round_half_to_even_and_saturate() {
+        let unit = 2f64.powi(-21);
+        for (quanta, want) in
+            [(0.5, 0), (1.5, -2), (2.5, -2), (2.500001, -3), (3.5, -4), (-1.0, 0), (1e9, -1_000_000_000)]
+        {
+            assert_eq!(edge_score(0.0, quanta * unit), want, "{quanta}");
+        }
+        assert_eq!(edge_score(-1024.0, 0.0), MIN_SCORE);
+        assert_eq!(edge_score(f32::MIN, 3e38), MIN_SCORE);
+        assert_eq!(extend_path(MIN_SCORE, -1), MIN_SCORE);
+        assert_eq!(extend_path(-5, -7), -12);
+    }
+
+    #[test]
+    fn candidate_keys_order_scores_then_tokens() {
+        let ordered = [(0, 7), (-1, 3), (-1, 9), (MIN_SCORE, 0), (MIN_SCORE, i32::MAX as u32)];
+        let keys: Vec<u64> = ordered.iter().map(|&(score, token)| candidate_key(score, token)).collect();
+        assert!(keys.is_sorted());
+        for (&key, (score, token)) in keys.iter().zip(ordered) {
+            assert_eq!((key_score(key), key_token(key)), (score, token as i32));
+        }
+    }
+
+    /// Portable Rust and AVX2 + FMA give the same bits, for ordinary and for hostile numbers.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn instruction_sets_agree_bit_for_bit() {
+        let Some(fma) = x86::kernels() else {
+            eprintln!("skipped: this CPU has no AVX2 and FMA");
+            return;
+        };
+        for (case, vocab) in [1, 63, 64, 65, 4095, 4096, 4097, 20_011].into_iter().enumerate() {
+            for hostile in [false, true] {
+                let logits: Vec<f32> = random_bits(vocab, case as u64)
+                    .map(|bits| match (hostile, bits % 16) {
+                        (true, 0) => f32::NAN,
+                        (true, 1) => f32::INFINITY,
+                        (true, 2) => f32::NEG_INFINITY,
+                        (true, 3) => f32::from_bits(bits >> 9),
+                        (true, 4) => -1e38 * (bits as f32 / u32::MAX as f32),
+                        _ => (bits as f32 / u32::MAX as f32 - 0.5) * 60.0,
+                    })
+                    .collect();
+                let row = TensorRef::new(&logits, &[vocab]).expect("a vector");
+                for scale in [1.0, 0.37, 3.0e2] {
+                    let a = RowSummary::with_kernels(row, scale, &PORTABLE);
+                    let b = RowSummary::with_kernels(row, scale, fma);
+                    assert_eq!(a.ln_z.to_bits(), b.ln_z.to_bits(), "vocab {vocab}, scale {scale}");
+                    assert_eq!((a.num_usable, a.has_nonfinite), (b.num_usable, b.has_nonfinite));
+                    let bits = |summary: &RowSummary| -> Vec<u32> {
+                        summary.block_max.iter().map(|x| (x + 0.0).to_bits()).collect()
+                    };
+                    assert_eq!(bits(&a), bits(&b));
+                }
+            }
+        }
+    }
+}
