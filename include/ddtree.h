@@ -62,8 +62,8 @@
 // has a NaN, which never wins, or nothing above -inf, which gives token 0.
 #define DDT_FLAG_NONFINITE 2
 
-// tree_build: the candidate list of some depth was shorter than the node budget, a node used its
-// last entry, and the vocabulary has more: the tree may be smaller or worse than it could be.
+// tree_build: a candidate list was shorter than the node budget (or candidate_cap) could use, a
+// node used its last entry, and the vocabulary has more: the tree may be worse than it could be.
 #define DDT_FLAG_CANDIDATES_EXHAUSTED 4
 
 // Version of this ABI; changes only with a break. Fields appended to parameter structs are not
@@ -553,8 +553,8 @@ ddt_status ddt_last_error(char *buf, size_t len, size_t *needed);
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (V not in 1 to
 // 2^31 - 1). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither of logits and node_tokens;
-// query_start or num_nodes out of range; links that do not lead to a later node of the tree; an
-// accepted path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
+// query_start or num_nodes out of range; links that do not lead to a later node; an accepted
+// path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
 DDT_NODISCARD
 ddt_status ddt_tree_accept(const struct ddt_context *context,
                            const struct ddt_tree_accept_params *params,

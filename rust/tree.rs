@@ -17,7 +17,7 @@ pub const MAX_DEPTH: usize = 32;
 pub const FLAG_NO_CANDIDATES: u32 = 1;
 /// A NaN or +inf score was ignored, or a row that chooses a token has nothing but NaN and -inf.
 pub const FLAG_NONFINITE: u32 = 2;
-/// A node used the last entry of a candidate list that was cut shorter than the node budget.
+/// A node used the last entry of a candidate list that was shorter than the tree could use.
 pub const FLAG_CANDIDATES_EXHAUSTED: u32 = 4;
 
 /// One tree. Every vector has an entry per node, in the order of the module documentation. The
@@ -61,19 +61,19 @@ pub struct RequestRows {
     pub start: usize,
     /// One past its last row.
     pub end: usize,
-    /// Nodes of its tree, which are the last rows; 0 for a padding request.
+    /// Nodes of its tree; 0 for a padding request.
     pub num_nodes: usize,
 }
 
 impl RequestRows {
-    /// Row of tree node `node`.
+    /// Row of tree node `node` of a request without rows before its root.
     pub fn of_node(&self, node: usize) -> usize {
-        self.end - self.num_nodes + node
+        self.start + node
     }
 }
 
 /// Applies the row rule: request `r` owns rows `query_start[r]..query_start[r + 1]` of `num_rows`,
-/// and the last `num_nodes[r]` of them are its tree.
+/// enough for the `num_nodes[r]` nodes of its tree; rows that are left over are idle.
 pub fn request_rows(query_start: &[i32], num_nodes: &[i32], num_rows: usize) -> Result<Vec<RequestRows>> {
     if query_start.len() != num_nodes.len() + 1 {
         bail!(InvalidShape, "query_start length: got {}, want {}", query_start.len(), num_nodes.len() + 1);
@@ -88,11 +88,11 @@ pub fn request_rows(query_start: &[i32], num_nodes: &[i32], num_rows: usize) -> 
                 r + 1
             );
         }
-        if nodes < 0 || nodes as usize > MAX_NODE_BUDGET + 1 || nodes > end - start {
+        let most = (end - start).min(MAX_NODE_BUDGET as i32 + 1);
+        if !(0..=most).contains(&nodes) {
             bail!(
                 InvalidValue,
-                "tree.num_nodes[{r}]: got {nodes}, want 0..={} (rows of the request, at most {})",
-                (end - start).min(MAX_NODE_BUDGET as i32 + 1),
+                "tree.num_nodes[{r}]: got {nodes}, want 0..={most} (its rows, at most {})",
                 MAX_NODE_BUDGET + 1
             );
         }

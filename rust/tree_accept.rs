@@ -4,7 +4,8 @@
 use crate::error::{Result, bail};
 use crate::tensor::TensorRef;
 
-/// The links of one tree that the walk follows, an entry per node.
+/// The links of one tree that the walk follows, an entry per node. The tree may have been cut after
+/// it was built: a link to a node that is not there is none.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeLinks<'a> {
     /// Token ids.
@@ -46,8 +47,10 @@ pub fn tree_accept(
     }
     let follow = |name: &str, link: &[i32], node: usize| match link[node] {
         ..0 => Ok(None),
-        next if next as usize > node && (next as usize) < num_nodes => Ok(Some(next as usize)),
-        next => bail!(InvalidValue, "{name}[{node}]: got {next}, want -1 or {}..{num_nodes}", node + 1),
+        next if next as usize <= node => {
+            bail!(InvalidValue, "{name}[{node}]: got {next}, want -1 or a later node")
+        }
+        next => Ok(Some(next as usize).filter(|&next| next < num_nodes)),
     };
 
     let mut path = AcceptedPath { nodes: Vec::new(), tokens: Vec::new() };

@@ -52,6 +52,8 @@ pub struct TreeRequest<'a> {
     pub node_budget: usize,
     /// Largest depth; L and [`MAX_DEPTH`] are limits in any case.
     pub max_depth: usize,
+    /// Candidates per parent that are considered; 1 = the chain of best tokens, 0 = no cap.
+    pub candidate_cap: usize,
     /// Nothing grows below these tokens; negative ones are ignored.
     pub stop_tokens: &'a [i32],
     /// Stop tokens at a smaller depth than this do not end a path.
@@ -88,7 +90,8 @@ pub fn tree_build(
         check_scales(scales, num_depths)?;
     }
     let depth_limit = num_depths.min(request.max_depth).min(request.node_budget).min(MAX_DEPTH);
-    let candidates = Candidates::new(draft, depth_scales, depth_limit, request.node_budget)?;
+    let cap = if request.candidate_cap == 0 { usize::MAX } else { request.candidate_cap };
+    let candidates = Candidates::new(draft, depth_scales, depth_limit, request.node_budget.min(cap))?;
     Builder::new(candidates, depth_limit, request).run()
 }
 
@@ -155,7 +158,8 @@ impl Candidate {
 #[derive(Debug, Default)]
 struct ChildList {
     children: Vec<Candidate>,
-    /// Whether there are more usable tokens than the caller's limit lets in.
+    /// Whether it should be longer: it has fewer than `max_children` entries only because the
+    /// drafter's candidates end.
     is_cut: bool,
 }
 
@@ -169,17 +173,18 @@ struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
+    /// `max_children`: how long a child list can usefully be.
     fn new(
         draft: &DraftScores<'a>,
         depth_scales: Option<&[f32]>,
         depth_limit: usize,
-        node_budget: usize,
+        max_children: usize,
     ) -> Result<Self> {
         let scales: Vec<f32> =
             (0..depth_limit).map(|depth| depth_scales.map_or(1.0, |scales| scales[depth])).collect();
         match *draft {
             DraftScores::Logits { logits, max_candidates } => {
-                let limit = if max_candidates == 0 { node_budget } else { max_candidates.min(node_budget) };
+                let limit = if max_candidates == 0 { max_children } else { max_candidates.min(max_children) };
                 let mut candidates = Self { per_depth: Vec::new(), lattice: None, has_nonfinite: false };
                 for (depth, &scale) in scales.iter().enumerate() {
                     let row = logits.at(depth);
@@ -188,13 +193,13 @@ impl<'a> Candidates<'a> {
                     let best = summary.best(row, scale, limit);
                     candidates.per_depth.push(ChildList {
                         children: best.into_iter().map(Candidate::from_key).collect(),
-                        is_cut: limit < node_budget && summary.num_usable > limit,
+                        is_cut: limit < max_children && summary.num_usable > limit,
                     });
                 }
                 Ok(candidates)
             }
             DraftScores::Lattice { tokens, scores, transitions } => {
-                let lattice = Lattice::new(tokens, scores, transitions, scales, node_budget)?;
+                let lattice = Lattice::new(tokens, scores, transitions, scales, max_children)?;
                 let has_nonfinite = lattice.has_nonfinite();
                 Ok(Self { per_depth: Vec::new(), lattice: Some(lattice), has_nonfinite })
             }
@@ -209,7 +214,7 @@ struct Lattice<'a> {
     scores: TensorRef<'a>,
     transitions: Option<TensorRef<'a>>,
     scales: Vec<f32>,
-    node_budget: usize,
+    max_children: usize,
 }
 
 impl<'a> Lattice<'a> {
@@ -218,7 +223,7 @@ impl<'a> Lattice<'a> {
         scores: TensorRef<'a>,
         transitions: Option<TensorRef<'a>>,
         scales: Vec<f32>,
-        node_budget: usize,
+        max_children: usize,
     ) -> Result<Self> {
         let width = tokens.shape()[1];
         let mut rows = Vec::with_capacity(scales.len());
@@ -235,7 +240,7 @@ impl<'a> Lattice<'a> {
             }
             rows.push(row);
         }
-        Ok(Self { tokens: rows, scores, transitions, scales, node_budget })
+        Ok(Self { tokens: rows, scores, transitions, scales, max_children })
     }
 
     fn width(&self) -> usize {
@@ -274,8 +279,8 @@ impl<'a> Lattice<'a> {
             .collect();
         children.sort_unstable_by_key(|child| scores::candidate_key(child.score, child.token as u32));
         // the vocabulary always has more than a full list
-        let is_cut = children.len() == self.width() && self.width() < self.node_budget;
-        children.truncate(self.node_budget);
+        let is_cut = children.len() == self.width() && self.width() < self.max_children;
+        children.truncate(self.max_children);
         ChildList { children, is_cut }
     }
 

@@ -19,6 +19,7 @@ fn request(node_budget: usize) -> TreeRequest<'static> {
         root_position: 1000,
         node_budget,
         max_depth: 32,
+        candidate_cap: 0,
         stop_tokens: &[],
         stop_min_depth: 0,
     }
@@ -61,6 +62,11 @@ fn sorted_depths(logits: &[f32], vocab: usize, scale: impl Fn(usize) -> f32) -> 
     logits.chunks(vocab).enumerate().map(|(d, row)| reference::vocab_children(row, scale(d))).collect()
 }
 
+/// What is left of a child list under a cap; 0 = no cap.
+fn capped(children: &[Child], cap: usize) -> Vec<Child> {
+    children.iter().copied().take(if cap == 0 { usize::MAX } else { cap }).collect()
+}
+
 /// Ordinary numbers, heavy ties, and numbers that mean "never".
 fn logit() -> impl Strategy<Value = f32> {
     prop_oneof![
@@ -92,6 +98,7 @@ proptest! {
         (l, v, logits) in any_rows(),
         budget in 0usize..40,
         cap in 0usize..7,
+        candidate_cap in prop::sample::select(vec![0usize, 0, 1, 2, 300]),
         stops in prop::collection::vec(-1i32..14, 0..3),
         stop_min_depth in 0i32..4,
         scales in prop::option::of(prop::collection::vec(prop::sample::select(vec![0.5f32, 1.0, 1.7]), 5)),
@@ -101,10 +108,10 @@ proptest! {
         let picked = reference::brute_force(
             budget,
             l.min(cap),
-            |depth, _| children[depth].clone(),
+            |depth, _| capped(&children[depth], candidate_cap),
             |token, depth| stops.contains(&token) && depth as i32 >= stop_min_depth,
         );
-        let request = TreeRequest { max_depth: cap, stop_tokens: &stops, stop_min_depth, ..request(budget) };
+        let request = TreeRequest { max_depth: cap, candidate_cap, stop_tokens: &stops, stop_min_depth, ..request(budget) };
         let draft = DraftScores::Logits { logits: TensorRef::new(&logits, &[l, v]).unwrap(), max_candidates: 0 };
         let built = tree_build(&draft, scales.as_deref().map(|scales| &scales[..l]), &request).unwrap();
         assert_same(&built, &picked);
@@ -223,18 +230,22 @@ proptest! {
 
     #[test]
     fn a_candidate_limit_keeps_the_best_and_says_when_it_hurts(
-        (l, v, logits) in any_rows(), budget in 0usize..30, limit in 1usize..6,
+        (l, v, logits) in any_rows(),
+        budget in 0usize..30,
+        limit in 1usize..6,
+        cap in prop::sample::select(vec![0usize, 2, 4]),
     ) {
         let all = sorted_depths(&logits, v, |_| 1.0);
         let picked = reference::brute_force(
-            budget, l, |depth, _| all[depth].iter().copied().take(limit).collect(), |_, _| false,
+            budget, l, |depth, _| capped(&capped(&all[depth], limit), cap), |_, _| false,
         );
         let draft = DraftScores::Logits {
             logits: TensorRef::new(&logits, &[l, v]).unwrap(), max_candidates: limit,
         };
-        let built = tree_build(&draft, None, &request(budget)).unwrap();
+        let built = tree_build(&draft, None, &TreeRequest { candidate_cap: cap, ..request(budget) }).unwrap();
         assert_same(&built, &picked);
-        let exhausted = limit < budget
+        // a cap is what the caller wants, so it does not count as running out
+        let exhausted = limit < budget.min(if cap == 0 { usize::MAX } else { cap })
             && picked[1..].iter().any(|node| node.sibling + 1 == limit && all[node.depth - 1].len() > limit);
         prop_assert_eq!(built.flags & FLAG_CANDIDATES_EXHAUSTED != 0, exhausted);
     }
@@ -303,6 +314,7 @@ proptest! {
         budget in 0usize..40,
         with_transitions: bool,
         scale in prop::sample::select(vec![1.0f32, 0.6]),
+        cap in prop::sample::select(vec![0usize, 0, 1, 3]),
     ) {
         let x = |d: usize, i: usize, j: usize| {
             let score = scores[d * k + j];
@@ -311,14 +323,16 @@ proptest! {
         };
         let row = |d: usize, i: usize| -> Vec<f32> { (0..k).map(|j| x(d, i, j)).collect() };
         let children = |d: usize, i: usize| reference::lattice_children(&tokens[d * k..(d + 1) * k], &row(d, i));
-        let picked = reference::brute_force(budget, l, children, |token, _| token == 4);
+        let picked = reference::brute_force(
+            budget, l, |d, i| capped(&children(d, i), cap), |token, _| token == 4,
+        );
 
         let draft = DraftScores::Lattice {
             tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
             scores: TensorRef::new(&scores, &[l, k]).unwrap(),
             transitions: with_transitions.then(|| TensorRef::new(&transitions, &[l, k, k]).unwrap()),
         };
-        let request = TreeRequest { stop_tokens: &[4], ..request(budget) };
+        let request = TreeRequest { stop_tokens: &[4], candidate_cap: cap, ..request(budget) };
         let built = tree_build(&draft, Some(&vec![scale; l]), &request).unwrap();
         assert_same(&built, &picked);
 
@@ -329,7 +343,7 @@ proptest! {
         });
         prop_assert_eq!(built.flags & FLAG_NONFINITE != 0, ignored);
         let full = |d: usize, i: usize| children(d, i).len() == k;
-        let exhausted = k < budget && picked[1..].iter().any(|node| {
+        let exhausted = k < budget.min(if cap == 0 { usize::MAX } else { cap }) && picked[1..].iter().any(|node| {
             node.sibling + 1 == k && full(node.depth - 1, picked[node.parent].column)
         });
         prop_assert_eq!(built.flags & FLAG_CANDIDATES_EXHAUSTED != 0, exhausted);

@@ -96,9 +96,9 @@ proptest! {
         }
         // intervals say the same as the closure
         let closure = reference::closure(&tree.parents);
-        for i in 0..parents.len() {
-            for j in 0..parents.len() {
-                prop_assert_eq!(j <= i && (i as i32) < tree.subtree_end[j], closure[i][j]);
+        for (i, row) in closure.iter().enumerate() {
+            for (j, &is_ancestor) in row.iter().enumerate() {
+                prop_assert_eq!(j <= i && (i as i32) < tree.subtree_end[j], is_ancestor);
             }
         }
     }

@@ -26,8 +26,8 @@ use crate::tree_accept::{AcceptedPath, TreeLinks, greedy_choice, tree_accept};
 ///
 /// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (V not in 1 to
 /// 2^31 - 1). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither of logits and node_tokens;
-/// query_start or num_nodes out of range; links that do not lead to a later node of the tree; an
-/// accepted path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
+/// query_start or num_nodes out of range; links that do not lead to a later node; an accepted
+/// path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_tree_accept(

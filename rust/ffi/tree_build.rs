@@ -137,6 +137,7 @@ struct Inputs<'a> {
     root_positions: &'a [i64],
     node_budgets: Option<&'a [i32]>,
     depth_caps: Option<&'a [i32]>,
+    candidate_caps: Option<&'a [i32]>,
     stop_tokens: &'a [i32],
     num_stop_tokens: usize,
     stop_min_depths: Option<&'a [i32]>,
@@ -169,6 +170,7 @@ impl<'a> Inputs<'a> {
                 root_positions: ptr::input(params.root_positions, num_reqs, "root_positions")?,
                 node_budgets: ptr::optional_input(params.node_budgets, num_reqs, "node_budgets")?,
                 depth_caps: ptr::optional_input(params.depth_caps, num_reqs, "depth_caps")?,
+                candidate_caps: ptr::optional_input(params.candidate_caps, num_reqs, "candidate_caps")?,
                 stop_tokens: ptr::input(params.stop_tokens, num_reqs * num_stop_tokens, "stop_tokens")?,
                 num_stop_tokens,
                 stop_min_depths: ptr::optional_input(params.stop_min_depths, num_reqs, "stop_min_depths")?,
@@ -197,6 +199,7 @@ impl<'a> Inputs<'a> {
             root_position: self.root_positions[r],
             node_budget,
             max_depth: depth_cap,
+            candidate_cap: self.candidate_caps.map_or(0, |caps| caps[r].max(0) as usize),
             stop_tokens: &self.stop_tokens[r * self.num_stop_tokens..][..self.num_stop_tokens],
             stop_min_depth: self.stop_min_depths.map_or(0, |depths| depths[r]),
         };

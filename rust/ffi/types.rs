@@ -35,8 +35,8 @@ pub const DDT_FLAG_NO_CANDIDATES: u32 = 1;
 /// tree_build: a NaN or +inf score was ignored, as if it were -inf. tree_accept: a visited row
 /// has a NaN, which never wins, or nothing above -inf, which gives token 0.
 pub const DDT_FLAG_NONFINITE: u32 = 2;
-/// tree_build: the candidate list of some depth was shorter than the node budget, a node used its
-/// last entry, and the vocabulary has more: the tree may be smaller or worse than it could be.
+/// tree_build: a candidate list was shorter than the node budget (or candidate_cap) could use, a
+/// node used its last entry, and the vocabulary has more: the tree may be worse than it could be.
 pub const DDT_FLAG_CANDIDATES_EXHAUSTED: u32 = 4;
 
 /// A strided tensor in the memory of the context's device. Sizes and strides are in elements;

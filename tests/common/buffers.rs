@@ -80,7 +80,7 @@ impl TreeBuffers {
             all.flags[r] = *flags;
             let start = r * max_nodes;
             let ancestors = closure(&tree.parents);
-            for i in 0..n {
+            for (i, row) in ancestors.iter().enumerate() {
                 all.tokens[start + i] = tree.tokens[i];
                 all.parents[start + i] = tree.parents[i];
                 all.depths[start + i] = tree.depths[i];
@@ -90,7 +90,7 @@ impl TreeBuffers {
                 all.pop_ranks[start + i] = tree.pop_ranks[i];
                 all.positions[start + i] = tree.root_position + i64::from(tree.depths[i]);
                 // in preorder an ancestor has a smaller index than its descendants
-                for (depth, j) in (0..n).filter(|&j| ancestors[i][j]).enumerate() {
+                for (depth, j) in (0..n).filter(|&j| row[j]).enumerate() {
                     all.ancestor_bits[(start + i) * words + j / 32] |= 1 << (j % 32);
                     all.ancestors[(start + i) * (max_depth + 1) + depth] = j as i32;
                 }

@@ -38,7 +38,7 @@ fn ln_spec(s: f32) -> f64 {
     for c in (1..=21).rev().step_by(2) {
         p = p * w + 1.0 / f64::from(c);
     }
-    k * 0.6931471805599453 + 2.0 * z * p
+    k * std::f64::consts::LN_2 + 2.0 * z * p
 }
 
 /// `lnZ` of a vocabulary, or `None` if nothing is finite.
