@@ -97,36 +97,50 @@ pub fn tree_build(
 
 /// Checks dtypes and shapes; returns L.
 fn check_scores(draft: &DraftScores<'_>) -> Result<usize> {
-    match *draft {
+    match draft {
         DraftScores::Logits { logits, .. } => {
             logits.want_ndim("logits", 2)?;
-            logits.want_dtype("logits", DType::FLOATS)?;
-            let vocab = logits.shape()[1];
-            if i32::try_from(vocab).is_err() {
-                bail!(
-                    InvalidShape,
-                    "logits vocabulary: got {vocab}, want less than 2^31 (token ids are i32)"
-                );
-            }
+            check_logits(logits)?;
             Ok(logits.shape()[0])
         }
         DraftScores::Lattice { tokens, scores, transitions } => {
             tokens.want_ndim("candidate_tokens", 2)?;
-            tokens.want_dtype("candidate_tokens", &[DType::I32])?;
-            let (depths, width) = (tokens.shape()[0], tokens.shape()[1]);
-            scores.want_dtype("candidate_scores", &[DType::F32])?;
-            scores.want_shape("candidate_scores", &[depths, width])?;
-            if let Some(transitions) = transitions {
-                transitions.want_dtype("transition_scores", &[DType::F32])?;
-                transitions.want_shape("transition_scores", &[depths, width, width])?;
-            }
-            Ok(depths)
+            check_lattice(tokens, scores, transitions.as_ref())?;
+            Ok(tokens.shape()[0])
         }
     }
 }
 
+/// Checks dtype and vocabulary of logits `[.., V]`.
+pub(crate) fn check_logits(logits: &TensorRef<'_>) -> Result<()> {
+    logits.want_dtype("logits", DType::FLOATS)?;
+    match logits.shape() {
+        [.., vocab] if i32::try_from(*vocab).is_err() => {
+            bail!(InvalidShape, "logits vocabulary: got {vocab}, want less than 2^31 (token ids are i32)")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks dtypes of a lattice, and shapes against those of `tokens` `[.., K]`.
+pub(crate) fn check_lattice(
+    tokens: &TensorRef<'_>,
+    scores: &TensorRef<'_>,
+    transitions: Option<&TensorRef<'_>>,
+) -> Result<()> {
+    tokens.want_dtype("candidate_tokens", &[DType::I32])?;
+    scores.want_dtype("candidate_scores", &[DType::F32])?;
+    scores.want_shape("candidate_scores", tokens.shape())?;
+    if let Some(transitions) = transitions {
+        let shape = [tokens.shape(), tokens.shape().last().map_or(&[], std::slice::from_ref)].concat();
+        transitions.want_dtype("transition_scores", &[DType::F32])?;
+        transitions.want_shape("transition_scores", &shape)?;
+    }
+    Ok(())
+}
+
 /// Checks the factors of the depths.
-fn check_scales(scales: &[f32], num_depths: usize) -> Result<()> {
+pub(crate) fn check_scales(scales: &[f32], num_depths: usize) -> Result<()> {
     if scales.len() != num_depths {
         bail!(InvalidShape, "depth_scales length: got {}, want {num_depths}", scales.len());
     }

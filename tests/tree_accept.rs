@@ -459,20 +459,14 @@ fn workspace_is_not_needed() {
     let mut call = Call::new(&[chain()], 2);
     let mut tree = call.buffers.raw();
     let mut bytes = 77;
-    let node_tokens = call.node_tokens.clone();
-    let status = call.run_with(
-        ABSENT,
-        node_tokens.as_ptr(),
+    let query = |params: &mut ddt_tree_accept_params| {
         // SAFETY: the parameters are valid.
-        |params| {
-            assert_eq!(
-                unsafe { ddt_tree_accept_workspace_size(Context::new().0, params, &mut bytes) },
-                DDT_OK
-            )
-        },
-        &mut tree,
-    );
-    assert_eq!((status, bytes), (DDT_OK, 0));
+        let status = unsafe { ddt_tree_accept_workspace_size(Context::new().0, params, &mut bytes) };
+        assert_eq!(status, DDT_OK);
+    };
+    let node_tokens = call.node_tokens.clone();
+    assert_eq!(call.run_with(ABSENT, node_tokens.as_ptr(), query, &mut tree), DDT_OK);
+    assert_eq!(bytes, 0);
 }
 
 #[test]

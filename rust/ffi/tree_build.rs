@@ -11,7 +11,9 @@ use super::tree::TreeOutput;
 use super::types::ddt_tree_build_params;
 use crate::error::{Error, Result, bail};
 use crate::tensor::TensorRef;
-use crate::tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
+use crate::tree_build::{
+    BuiltTree, DraftScores, TreeRequest, check_lattice, check_logits, check_scales, tree_build,
+};
 
 /// Builds the best tree of each request under its node budget.
 ///
@@ -80,28 +82,26 @@ impl<'a> BatchScores<'a> {
         }
         // SAFETY: the caller's promise, for every tensor.
         unsafe {
-            if has_candidates {
-                let tokens = ptr::tensor(&params.candidate_tokens, 3, "candidate_tokens")?;
-                let scores = ptr::tensor(&params.candidate_scores, 3, "candidate_scores")?;
-                let transitions = ptr::optional_tensor(&params.transition_scores, 4, "transition_scores")?;
-                tokens.want_dim("candidate_tokens", 0, num_reqs, "num_reqs")?;
-                scores.want_dim("candidate_scores", 0, num_reqs, "num_reqs")?;
-                if let Some(transitions) = transitions {
-                    transitions.want_dim("transition_scores", 0, num_reqs, "num_reqs")?;
+            if !has_candidates {
+                for (tensor, name) in [
+                    (&params.candidate_scores, "candidate_scores"),
+                    (&params.transition_scores, "transition_scores"),
+                ] {
+                    if !ptr::is_absent(tensor) {
+                        bail!(InvalidValue, "{name}: got a tensor, want it absent without candidate_tokens");
+                    }
                 }
-                return Ok(Self::Lattice { tokens, scores, transitions });
+                let logits = ptr::tensor(&params.logits, 3, "logits")?;
+                logits.want_dim("logits", 0, num_reqs, "num_reqs")?;
+                check_logits(&logits)?;
+                return Ok(Self::Logits { logits, max_candidates: params.max_candidates as usize });
             }
-            for (tensor, name) in [
-                (&params.candidate_scores, "candidate_scores"),
-                (&params.transition_scores, "transition_scores"),
-            ] {
-                if !ptr::is_absent(tensor) {
-                    bail!(InvalidValue, "{name}: got a tensor, want it absent without candidate_tokens");
-                }
-            }
-            let logits = ptr::tensor(&params.logits, 3, "logits")?;
-            logits.want_dim("logits", 0, num_reqs, "num_reqs")?;
-            Ok(Self::Logits { logits, max_candidates: params.max_candidates as usize })
+            let tokens = ptr::tensor(&params.candidate_tokens, 3, "candidate_tokens")?;
+            let scores = ptr::tensor(&params.candidate_scores, 3, "candidate_scores")?;
+            let transitions = ptr::optional_tensor(&params.transition_scores, 4, "transition_scores")?;
+            tokens.want_dim("candidate_tokens", 0, num_reqs, "num_reqs")?;
+            check_lattice(&tokens, &scores, transitions.as_ref())?;
+            Ok(Self::Lattice { tokens, scores, transitions })
         }
     }
 
@@ -160,12 +160,16 @@ impl<'a> Inputs<'a> {
         unsafe {
             let scores = BatchScores::new(params, num_reqs)?;
             let num_depths = scores.num_depths();
+            let depth_scales = ptr::optional_input(params.depth_scales, num_depths, "depth_scales")?;
+            if let Some(scales) = depth_scales {
+                check_scales(scales, num_depths)?;
+            }
             Ok(Self {
                 num_reqs,
                 max_nodes: dims.max_nodes,
                 max_depth: dims.max_depth,
                 scores,
-                depth_scales: ptr::optional_input(params.depth_scales, num_depths, "depth_scales")?,
+                depth_scales,
                 root_tokens: ptr::input(params.root_tokens, num_reqs, "root_tokens")?,
                 root_positions: ptr::input(params.root_positions, num_reqs, "root_positions")?,
                 node_budgets: ptr::optional_input(params.node_budgets, num_reqs, "node_budgets")?,
