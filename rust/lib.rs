@@ -13,6 +13,9 @@
 //! operations is `include/ddtree.h`, generated from [`ffi`].
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used))]
 
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("ddtree needs 64-bit pointers: sizes and strides of its C ABI are int64_t");
+
 mod commit;
 mod dtype;
 mod error;

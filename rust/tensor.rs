@@ -74,6 +74,8 @@ impl Layout {
             layout.strides[axis] = stride as usize;
         }
         if is_empty {
+            // nothing can be indexed, so no offset may overflow either
+            layout.strides = [0; MAX_NDIM];
             return Ok((layout, 0));
         }
         let bytes = last
@@ -190,8 +192,11 @@ fn contiguous(shape: &[usize]) -> Vec<i64> {
     strides
 }
 
-fn extents(shape: &[usize]) -> Vec<i64> {
-    shape.iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect()
+fn extents(shape: &[usize]) -> Result<Vec<i64>> {
+    match shape.iter().map(|&extent| i64::try_from(extent)).collect() {
+        Ok(extents) => Ok(extents),
+        Err(_) => bail!(InvalidShape, "tensor shape: got {shape:?}, want extents below 2^63"),
+    }
 }
 
 impl<'a> TensorRef<'a> {
@@ -219,7 +224,7 @@ impl<'a> TensorRef<'a> {
 
     /// Views a slice with explicit strides, in elements.
     pub fn with_strides<T: Element>(data: &'a [T], shape: &[usize], strides: &[i64]) -> Result<Self> {
-        let (layout, bytes) = Layout::new("tensor", T::DTYPE, &extents(shape), strides)?;
+        let (layout, bytes) = Layout::new("tensor", T::DTYPE, &extents(shape)?, strides)?;
         if bytes > size_of_val(data) {
             bail!(InvalidShape, "tensor slice: got {} bytes, want {bytes}", size_of_val(data));
         }
@@ -404,7 +409,7 @@ impl<'a> TensorMut<'a> {
 
     /// Views a slice with explicit strides, in elements.
     pub fn with_strides<T: Element>(data: &'a mut [T], shape: &[usize], strides: &[i64]) -> Result<Self> {
-        let (layout, bytes) = Layout::new("tensor", T::DTYPE, &extents(shape), strides)?;
+        let (layout, bytes) = Layout::new("tensor", T::DTYPE, &extents(shape)?, strides)?;
         if bytes > size_of_val(data) {
             bail!(InvalidShape, "tensor slice: got {} bytes, want {bytes}", size_of_val(data));
         }
