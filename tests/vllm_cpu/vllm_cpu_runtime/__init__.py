@@ -24,7 +24,7 @@ def boot(mode=None):
     Exits the process when vLLM could not be made to use Model Runner V2: going on would run V1 without a word.
     """
     global _booted
-    mode = mode or os.environ.get("DDTREE_CPU_RUNTIME", "fast")
+    mode = mode or os.environ.get("DDTREE_CPU_RUNTIME") or "fast"
     if mode not in MODES:
         sys.exit(f"DDTREE_CPU_RUNTIME is {mode!r}: use one of {', '.join(MODES)}")
     if _booted == mode:

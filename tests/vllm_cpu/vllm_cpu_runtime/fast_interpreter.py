@@ -139,6 +139,15 @@ def _reflected(function):
     return method
 
 
+def _comparison(function):
+    compare = _binary(function)
+    return lambda self, other: compare(_widen(self), _widen(other))
+
+
+def _widen(value):
+    return value.to(tl.float32) if type(value) is BFloat16 else value
+
+
 def _true_divide(a, b):
     return np.divide(a, b) if a.dtype.kind == "f" else np.divide(a.astype(_FLOAT32), b.astype(_FLOAT32))
 
@@ -194,9 +203,9 @@ class Tensor:
     __xor__, __rxor__ = _binary(np.bitwise_xor), _reflected(np.bitwise_xor)
     __lshift__, __rlshift__ = _binary(np.left_shift), _reflected(np.left_shift)
     __rshift__, __rrshift__ = _binary(np.right_shift), _reflected(np.right_shift)
-    __lt__, __le__ = _binary(np.less), _binary(np.less_equal)
-    __gt__, __ge__ = _binary(np.greater), _binary(np.greater_equal)
-    __eq__, __ne__ = _binary(np.equal), _binary(np.not_equal)
+    __lt__, __le__ = _comparison(np.less), _comparison(np.less_equal)
+    __gt__, __ge__ = _comparison(np.greater), _comparison(np.greater_equal)
+    __eq__, __ne__ = _comparison(np.equal), _comparison(np.not_equal)
     __hash__ = None
 
     def __neg__(self):
@@ -207,10 +216,17 @@ class Tensor:
 
 
 class BFloat16:
-    """bf16 as its bits: it can be loaded, stored and converted; kernels compute in f32."""
+    """bf16 as its bits: it can be loaded, stored, compared and converted; arithmetic on it is refused.
+
+    (Triton's interpreter computes with and compares the bits as integers.)
+    """
 
     __slots__ = ("data",)
     dtype = tl.bfloat16
+    __lt__, __le__ = _comparison(np.less), _comparison(np.less_equal)
+    __gt__, __ge__ = _comparison(np.greater), _comparison(np.greater_equal)
+    __eq__, __ne__ = _comparison(np.equal), _comparison(np.not_equal)
+    __hash__ = None
 
     def __init__(self, data):
         self.data = data
@@ -327,7 +343,8 @@ def atomic(operation, address, data, mask):
 def _atomic(operation):
     def method(pointer, value, mask=None, sem=None, scope=None):
         address, mask = _block(pointer, mask)
-        data = np.broadcast_to(_cast(value, pointer.element).data, address.shape)
+        # the function behind reads the values as if they were contiguous
+        data = np.ascontiguousarray(np.broadcast_to(_cast(value, pointer.element).data, address.shape))
         return Tensor(atomic(operation, address, data, mask).reshape(np.shape(pointer.address)))
 
     return method
@@ -341,9 +358,14 @@ def _unary(function):
     return lambda x: Tensor(function(_scalar(x)))
 
 
+def _binary_function(function):
+    # unlike an operator, these give a Python number its own type first
+    return lambda x, y: Tensor(function(*_operands(_widen(Language.to_tensor(x)), _widen(Language.to_tensor(y)))))
+
+
 def _extremum(function, indices_function, fold):
     def reduce(x, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        data = x.data
+        data = _widen(x).data
         if return_indices:
             index = indices_function(data, axis=axis, keepdims=keep_dims).astype(_INT32)
             return Tensor(fold(data, axis=axis, keepdims=keep_dims)), Tensor(index)
@@ -410,8 +432,8 @@ class Language:
         condition = np.asarray(_scalar(condition)).astype(bool)
         return Tensor(np.where(condition, *_operands(x, y))[()])
 
-    maximum = staticmethod(lambda x, y: Tensor(np.maximum(*_operands(*map(Language.to_tensor, (x, y))))))
-    minimum = staticmethod(lambda x, y: Tensor(np.minimum(*_operands(*map(Language.to_tensor, (x, y))))))
+    maximum = staticmethod(_binary_function(np.maximum))
+    minimum = staticmethod(_binary_function(np.minimum))
     max = staticmethod(_extremum(np.fmax, np.argmax, np.max))
     min = staticmethod(_extremum(np.fmin, np.argmin, np.min))
     argmax = staticmethod(lambda x, axis, **options: Language.max(x, axis, True, **options)[1])
