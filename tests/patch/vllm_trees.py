@@ -132,7 +132,10 @@ def make_tree(root: Path, version: str, files: dict[str, bytes]) -> Path:
 
 
 def overlay(root: Path, version: str, files: dict[str, bytes]) -> Path:
-    """An importable vllm in `root`: links to this version's files, with `files` in their place."""
+    """An importable vllm in `root`: links to this version's files, with `files` in their place.
+
+    Its metadata say that it is a CPU build, so that vLLM chooses its CPU platform.
+    """
     source = whole_tree(version)
     own_folders = {parent for path in files for parent in Path(path).parents}
 
@@ -148,8 +151,9 @@ def overlay(root: Path, version: str, files: dict[str, bytes]) -> Path:
                 (root / relative).symlink_to(entry)
 
     link(Path("vllm"))
-    for entry in source.glob("vllm*.dist-info"):
-        (root / entry.name).symlink_to(entry)
+    metadata = root / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return root
 
 

@@ -55,15 +55,9 @@ def begin(spec: "SpeculativeConfig") -> None:
 
     Until `finish`, `spec.tree_horizon` holds the user's num_speculative_tokens or None.
     """
-    if spec.method != "ddtree":
-        # vLLM rebuilds a config from its own fields; take such a copy as it is
-        if spec.method == "dflash" and spec.tree_budget and spec.tree_horizon:
-            spec.num_speculative_tokens = spec.tree_budget
-            return
-        _refuse("tree_budget needs the speculative method 'ddtree'", "set method to 'ddtree'")
     compat.check_vllm()
-    if spec.tree_horizon is not None:
-        _refuse("tree_horizon is derived", "remove it and set num_speculative_tokens")
+    if spec.method != "ddtree":
+        _refuse("tree_budget needs the speculative method 'ddtree'", "set method to 'ddtree'")
     if spec.tree_budget is None:
         spec.tree_budget = DEFAULT_TREE_BUDGET
     if not 1 <= spec.tree_budget <= MAX_TREE_BUDGET:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cases in a patched vLLM and prints what came of them, as JSON.
+
+    PYTHONPATH=OVERLAY:vllm_patch engine_config.py < cases.json
+
+A case is {"call": NAME, ...}; its result is {"value": ...} or {"error": text}. The overlay is an
+importable vLLM (vllm_trees.overlay). Triton gets an empty "cpu" backend, as in vllm_cpu_runtime,
+and no model is loaded.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+from unittest import mock
+
+import triton.backends
+
+
+class Backend:
+    compiler = None
+
+    class driver:
+        @staticmethod
+        def is_active():
+            return False
+
+
+triton.backends.backends["cpu"] = Backend
+
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+
+def engine_config(args, env=(), fakes=()):
+    """EngineArgs(**args).create_engine_config(), under environment variables and faked facts."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, dict(env)))
+        for name, value in dict(fakes).items():
+            if isinstance(value, str):  # "?x" is a function that returns x
+                value = functools.partial(lambda x, *_: x, json.loads(value[1:]))
+            stack.enter_context(mock.patch(name, value))
+        return EngineArgs(**args).create_engine_config()
+
+
+def summary(config):
+    spec = config.speculative_config
+    return {
+        "method": spec.method,
+        "tree_budget": getattr(spec, "tree_budget", None),
+        "tree_horizon": getattr(spec, "tree_horizon", None),
+        "num_speculative_tokens": spec.num_speculative_tokens,
+        "lookahead": config.num_lookahead_tokens,
+        "draft_slots": spec.max_num_new_slots_for_drafting,
+        "query_len": config.uniform_decode_query_len,
+        "hash": spec.compute_hash(),
+        "ssm_dtype": config.cache_config.mamba_ssm_cache_dtype,
+        "v2": config.use_v2_model_runner,
+        "mamba_cache_mode": config.cache_config.mamba_cache_mode,
+    }
+
+
+def call_config(case):
+    return summary(engine_config(case["args"], case.get("env", ()), case.get("fakes", ())))
+
+
+def call_command_line(case):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = EngineArgs.from_cli_args(parser.parse_args(case["argv"]))
+    return summary(args.create_engine_config())
+
+
+def call_copy(case):
+    """load_dflash_model rebuilds the config of a speculator, whose token count is the horizon."""
+    from vllm.config import replace
+
+    config = engine_config(case["args"])
+    spec = config.speculative_config = copy.copy(config.speculative_config)
+    spec.num_speculative_tokens = spec.tree_horizon
+    return summary(replace(config, cache_config=replace(config.cache_config)))
+
+
+def call_state_shapes(case):
+    from vllm.model_executor.models import ModelRegistry
+
+    config = engine_config(case["args"])
+    cls, _ = ModelRegistry.resolve_model_cls(
+        config.model_config.architecture, model_config=config.model_config
+    )
+    return cls.get_mamba_state_shape_from_config(config)
+
+
+def call_state_slots(case):
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    config = engine_config(case["args"])
+    config.cache_config.mamba_block_size = 64
+    layer = mock.Mock(spec=MambaBase, mamba_type="gdn_attention", is_kv_cache_tp_replicated=False)
+    layer.get_state_shape.return_value = ((3, 8),)
+    layer.get_state_dtype.return_value = ()
+    return MambaBase.get_kv_cache_spec(layer, config).num_speculative_blocks
+
+
+def call_capture_sizes(case):
+    from vllm.config import CUDAGraphMode
+
+    config = engine_config(case["args"])
+    config.compilation_config.cudagraph_capture_sizes = None
+    config.compilation_config.max_cudagraph_capture_size = case.get("max_size")
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    config._set_cudagraph_sizes()
+    return config.compilation_config.cudagraph_capture_sizes
+
+
+def call_block_size(case):
+    config = engine_config(case["args"])
+    config.cache_config.mamba_block_size = case["block_size"]
+    config.validate_block_size()
+
+
+def make_scheduler(config):
+    """A real scheduler over one full-attention group; it schedules nothing here."""
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.num_gpu_blocks = 16
+    attention = FullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+    )
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=16,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["attention"], attention)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=32,
+        log_stats=True,
+    )
+
+
+def call_metrics(case):
+    """Statistics of one step with rounds (nodes, invalid, accepted), as logged and exported."""
+    import prometheus_client
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
+
+    config = engine_config(case["args"])
+    scheduler = make_scheduler(config)
+    stats = None
+    for nodes, invalid, accepted in case["rounds"]:
+        stats = scheduler.make_spec_decoding_stats(
+            stats, nodes, accepted, {"r": invalid} if invalid else None, "r"
+        )
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=4), None)
+    scheduler.add_request(request)
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    lines = []
+    log.log(lambda text, *values: lines.append(text % values))
+    registry = prometheus_client.CollectorRegistry()
+
+    class Counter(prometheus_client.Counter):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | {"registry": registry})
+
+    with mock.patch.object(SpecDecodingProm, "_counter_cls", Counter):
+        prom = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
+    prom.observe(stats)
+    samples = {
+        sample.name + "".join(f"[{v}]" for k, v in sample.labels.items() if k == "position"):
+            sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    return {
+        "stats": dataclasses.asdict(stats),
+        "log": re.sub(r"[\d.]+ tokens/s", "- tokens/s", lines[0]),
+        "samples": samples,
+        "request_histogram": len(request.spec_decode_metrics.histogram),
+    }
+
+
+def call_modules(case):
+    """Which of our modules this process has imported."""
+    return [name for name in sys.modules if name.split(".")[0] == "vllm_ddtree"]
+
+
+def main():
+    results = []
+    for case in json.load(sys.stdin):
+        try:
+            results.append({"value": globals()["call_" + case["call"]](case)})
+        except (Exception, SystemExit) as exc:
+            results.append({"error": f"{type(exc).__name__}: {exc}"})
+    json.dump(results, sys.__stdout__)
+
+
+with contextlib.redirect_stdout(sys.stderr):
+    main()

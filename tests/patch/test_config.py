@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a patched vLLM makes of "ddtree" configurations, before any model is loaded.
+
+All cases of a version run in one process of that vLLM (engine_config.py); a test looks at its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm_trees
+
+HERE = Path(__file__).parent
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "head_dim": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+HYBRID = DENSE | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 128,
+}
+DRAFTER = DENSE | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 1]},
+}
+MODELS = {
+    "hybrid": HYBRID,
+    "dense": DENSE,
+    "drafter": DRAFTER,
+    "drafter_block_40": DRAFTER | {"block_size": 40},
+    "drafter_without_block": {k: v for k, v in DRAFTER.items() if k != "block_size"},
+    "dflash2": DRAFTER | {"architectures": ["DFlash2DraftModel"]},
+    "lilicorr": DRAFTER | {"architectures": ["LiLiCorrDraftModel"]},
+    "dspark": DRAFTER | {"architectures": ["Qwen3DSparkModel"]},
+    "xpress": DRAFTER | {"architectures": ["Qwen3XPressModel"]},
+    "eagle3": DRAFTER | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    "small_gdn": HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "wide_conv": HYBRID | {"linear_conv_kernel_dim": 5},
+    "odd_gdn_heads": HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 3},
+    "head_dim_96": DENSE | {"head_dim": 96},
+    "head_dim_32": DENSE | {"head_dim": 32},
+    "many_queries": DENSE | {"num_attention_heads": 32, "num_key_value_heads": 1},
+    "sliding": DENSE | {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 64,
+        "use_sliding_window": True,
+    },
+    "gemma": DENSE | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+}
+
+
+def ddtree(target="hybrid", drafter="drafter", engine=(), **speculative):
+    """EngineArgs for a tree; `speculative` goes into speculative_config."""
+    spec = {"method": "ddtree", "model": f"@{drafter}", **speculative}
+    return {
+        "model": f"@{target}",
+        "speculative_config": {k: v for k, v in spec.items() if v is not None},
+        "max_model_len": 512,
+        "enforce_eager": True,
+        **dict(engine),
+    }
+
+
+def engine(**args):
+    return ddtree(engine=args)
+
+
+# name -> (EngineArgs, what the message must say, environment, faked facts)
+REFUSED = {
+    "budget 0": (ddtree(tree_budget=0), "tree_budget is 0; set it to 1..255 nodes"),
+    "budget negative": (ddtree(tree_budget=-4), "tree_budget is -4; set it to 1..255 nodes"),
+    "budget 256": (ddtree(tree_budget=256), "tree_budget is 256; set it to 1..255 nodes"),
+    "budget for a chain": (
+        ddtree(method="dflash", tree_budget=8, num_speculative_tokens=7),
+        "tree_budget needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "no drafter": (
+        ddtree() | {"speculative_config": {"method": "ddtree"}},
+        "ddtree needs a drafter; set --speculative-model to a DFlash drafter",
+    ),
+    "horizon above block": (
+        ddtree(num_speculative_tokens=16),
+        "num_speculative_tokens (the tree's depth) is 16; set it to at most 15, "
+        "the drafter's block_size - 1",
+    ),
+    "horizon above maximum": (
+        ddtree(drafter="drafter_block_40", num_speculative_tokens=33),
+        "is 33; set it to at most 32, the maximum",
+    ),
+    "no block size": (
+        ddtree(drafter="drafter_without_block"),
+        "the drafter's config.json has block_size None; set it to the block",
+    ),
+    "drafter dflash2": (ddtree(drafter="dflash2"), "is a DFlash2DraftModel; use a plain DFlash"),
+    "drafter lilicorr": (ddtree(drafter="lilicorr"), "is a LiLiCorrDraftModel; use a plain DFlash"),
+    "drafter dspark": (ddtree(drafter="dspark"), "is a Qwen3DSparkModel; use a plain DFlash"),
+    "drafter xpress": (ddtree(drafter="xpress"), "Qwen3XPressModel"),
+    "drafter eagle3": (ddtree(drafter="eagle3"), "is a LlamaForCausalLMEagle3; use a plain DFlash"),
+    "drafter is a model": (ddtree(drafter="dense"), "is a Qwen3ForCausalLM; use a plain DFlash"),
+    "block rejection": (
+        ddtree(rejection_sample_method="block"),
+        "ddtree does not support rejection_sample_method='block'; remove it",
+    ),
+    "probabilistic drafts": (
+        ddtree(draft_sample_method="probabilistic"),
+        "ddtree does not support draft_sample_method='probabilistic'; remove it",
+    ),
+    "local argmax": (
+        ddtree(use_local_argmax_reduction=True),
+        "ddtree does not support use_local_argmax_reduction=True; remove it",
+    ),
+    "heterogeneous vocabulary": (
+        ddtree(use_heterogeneous_vocab=True),
+        "ddtree does not support use_heterogeneous_vocab=True; remove it",
+    ),
+    "adaptive verification": (
+        ddtree(enable_adaptive_verification=True),
+        "ddtree does not support enable_adaptive_verification=True; remove it",
+    ),
+    "dynamic speculation": (
+        ddtree(num_speculative_tokens_per_batch_size=[[1, 8, 4]]),
+        "ddtree does not support num_speculative_tokens_per_batch_size=",
+    ),
+    "n-gram mix": (
+        ddtree(prompt_lookup_max=4),
+        "ddtree does not support prompt_lookup_max=4; remove it: n-gram drafts",
+    ),
+    "n-gram minimum": (
+        ddtree(prompt_lookup_min=2),
+        "ddtree does not support prompt_lookup_min=2; remove it: n-gram drafts",
+    ),
+    "short drafter": (
+        ddtree(max_model_len=128),
+        "ddtree does not support max_model_len=128; remove it",
+    ),
+    "quantised draft cache": (
+        ddtree(kv_cache_dtype="fp8"),
+        "ddtree does not support a quantised KV cache (the drafter's kv_cache_dtype fp8); "
+        "set it to auto",
+    ),
+    "drafter on fewer ranks": (
+        ddtree(draft_tensor_parallel_size=1, engine={"tensor_parallel_size": 2}),
+        "draft_tensor_parallel_size is 1; remove it",
+    ),
+    "pipeline parallel": (
+        engine(pipeline_parallel_size=2),
+        "ddtree does not support pipeline parallelism; set --pipeline-parallel-size 1",
+    ),
+    "decode context parallel": (
+        engine(tensor_parallel_size=2, decode_context_parallel_size=2),
+        "decode context parallelism; set --decode-context-parallel-size 1",
+    ),
+    "prefill context parallel": (
+        engine(prefill_context_parallel_size=2),
+        "prefill context parallelism; set --prefill-context-parallel-size 1",
+    ),
+    "dual batch overlap": (
+        engine(enable_dbo=True),
+        "ddtree does not support dual batch overlap; remove --enable-dbo and --ubatch-size",
+    ),
+    "microbatches": (engine(ubatch_size=2), "ddtree does not support dual batch overlap"),
+    "batch-sharded sampling": (
+        engine(enable_batch_sharded_sampling=True),
+        "batch-sharded sampling; remove --enable-batch-sharded-sampling",
+    ),
+    "KV connector": (
+        engine(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+        "ddtree does not support KV connectors; remove --kv-transfer-config",
+    ),
+    "KV offloading": (
+        engine(kv_offloading_size=1.0),
+        "ddtree does not support KV cache offloading; remove --kv-offloading-size",
+    ),
+    "watermarking": (
+        engine(watermark_config={"key": "0" * 64}),
+        "ddtree does not support watermarking; remove --watermark-config",
+    ),
+    "routed experts": (
+        engine(enable_return_routed_experts=True),
+        "returning routed experts; remove --enable-return-routed-experts",
+    ),
+    "ReplaySSM": (engine(use_replayssm=True), "ddtree does not support ReplaySSM; remove --use-replayssm"),
+    "quantised KV cache": (
+        engine(kv_cache_dtype="fp8"),
+        "ddtree does not support a quantised KV cache (--kv-cache-dtype fp8); set it to auto",
+    ),
+    "bf16 states": (
+        engine(mamba_ssm_cache_dtype="bfloat16"),
+        "ddtree keeps GDN states in float32, not bfloat16; set --mamba-ssm-cache-dtype float32",
+    ),
+    "sampling mask": (
+        engine(return_sampling_mask=True, logprobs_mode="processed_logprobs"),
+        "ddtree does not support sampling masks; remove --return-sampling-mask",
+    ),
+    "trace replay": (
+        engine(enable_trace_replay=True),
+        "ddtree does not support trace replay; remove --enable-trace-replay",
+    ),
+    "prompt embeddings": (
+        engine(enable_prompt_embeds=True),
+        "ddtree does not support prompt embeddings; remove --enable-prompt-embeds",
+    ),
+    "attention backend": (
+        engine(attention_backend="FLEX_ATTENTION"),
+        "ddtree does not support --attention-backend FLEX_ATTENTION; remove it",
+    ),
+    "small batch": (
+        ddtree(tree_budget=63, engine={"max_num_batched_tokens": 64, "max_num_seqs": 4}),
+        "--max-num-batched-tokens 64 cannot hold one tree of 63 nodes; raise it to 80 or lower",
+    ),
+    "unknown target": (
+        ddtree(target="gemma"),
+        "ddtree does not support the target GemmaForCausalLM; use one of Qwen3_5ForCausalLM",
+    ),
+    "sliding window": (
+        ddtree(target="sliding"),
+        "sliding-window or chunked attention (sliding_attention); use a target whose",
+    ),
+    "attention head dim": (
+        ddtree(target="head_dim_96"),
+        "the target's attention head dim is 96; use a target with head dim 32, 64, 128, 256",
+    ),
+    "query heads": (
+        ddtree(target="many_queries"),
+        "the target has 32 query heads for 1 KV heads per rank; use a target with at most 16",
+    ),
+    "GDN head dim": (
+        ddtree(target="small_gdn"),
+        "the target's linear_key_head_dim is 64; use a target with 128",
+    ),
+    "GDN conv width": (
+        ddtree(target="wide_conv"),
+        "the target's linear_conv_kernel_dim is 5; use a target with 4",
+    ),
+    "GDN heads": (
+        ddtree(target="odd_gdn_heads"),
+        "the target has 3 GDN value heads for 2 key heads; use a target whose value heads",
+    ),
+    "V1 runner": (
+        ddtree(),
+        "ddtree needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER",
+        {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    ),
+    "no Triton": (
+        ddtree(),
+        "ddtree needs Model Runner V2, which needs Triton; install triton",
+        {},
+        {"vllm.triton_utils.HAS_TRITON": False},
+    ),
+    "other platform": (
+        ddtree(),
+        "this release of ddtree serves on the CPU, not on",
+        {},
+        {"vllm.platforms.cpu.CpuPlatform.is_cpu": "?false"},
+    ),
+    "vLLM version": (
+        ddtree(),
+        "ddtree does not support vLLM 0.31.0; install one of 0.32.0, 0.33.0",
+        {},
+        {"vllm_ddtree.compat.vllm_version": '?"0.31.0"'},
+    ),
+}
+
+ACCEPTED = {
+    "default": (ddtree(), {"tree_budget": 31, "tree_horizon": 15, "num_speculative_tokens": 31}),
+    "budget 1": (ddtree(tree_budget=1), {"tree_budget": 1, "tree_horizon": 1}),
+    "budget 255": (ddtree(tree_budget=255), {"tree_budget": 255, "tree_horizon": 15}),
+    "horizon": (ddtree(num_speculative_tokens=4), {"tree_budget": 31, "tree_horizon": 4}),
+    "horizon clipped": (
+        ddtree(num_speculative_tokens=15, tree_budget=7),
+        {"tree_budget": 7, "tree_horizon": 7},
+    ),
+    "deep drafter": (ddtree(drafter="drafter_block_40"), {"tree_horizon": 31}),
+    "deepest": (ddtree(drafter="drafter_block_40", tree_budget=63), {"tree_horizon": 32}),
+    "dense": (ddtree(target="dense"), {"mamba_cache_mode": "none"}),
+    "dense small heads": (ddtree(target="head_dim_32"), {"method": "dflash"}),
+    "f32 states": (ddtree(), {"ssm_dtype": "float32", "mamba_cache_mode": "align"}),
+    "no prefix caching": (engine(enable_prefix_caching=False), {"mamba_cache_mode": "none"}),
+    "bf16 cache": (engine(kv_cache_dtype="bfloat16"), {"method": "dflash"}),
+}
+
+PER_REQUEST = {"per_request_spec_decode_metrics": "detailed"}
+CHAIN = ddtree(method="dflash", num_speculative_tokens=7)
+STOCK = {
+    "config": {"call": "config", "args": CHAIN},
+    "dense": {"call": "config", "args": CHAIN | {"model": "@dense"}},
+    "no speculation": {"call": "state_shapes", "args": CHAIN | {"speculative_config": None}},
+    "capture": {"call": "capture_sizes", "args": CHAIN | {"enforce_eager": False}},
+    "shapes": {"call": "state_shapes", "args": CHAIN},
+    "slots": {"call": "state_slots", "args": CHAIN},
+    "block": {"call": "block_size", "args": CHAIN, "block_size": 4},
+    "metrics": {
+        "call": "metrics",
+        "args": CHAIN | PER_REQUEST,
+        "rounds": [[7, 0, 7], [7, 2, 1], [3, 0, 0]],
+    },
+    "modules": {"call": "modules"},
+}
+# rounds of (nodes, of them invalid under a grammar, accepted): two whole trees, one cut short to
+# 3 nodes, one cut by a grammar to 12
+ROUNDS = [[31, 0, 15], [31, 0, 2], [3, 0, 1], [31, 19, 0]]
+OTHERS = {
+    "copy": {"call": "copy", "args": ddtree()},
+    "shapes": {"call": "state_shapes", "args": ddtree()},
+    "slots": {"call": "state_slots", "args": ddtree()},
+    "capture": {
+        "call": "capture_sizes",
+        "args": ddtree(engine={"enforce_eager": False, "max_num_seqs": 20}),
+    },
+    "capture chosen": {
+        "call": "capture_sizes",
+        "args": ddtree(engine={"enforce_eager": False}),
+        "max_size": 64,
+    },
+    "block too small": {"call": "block_size", "args": ddtree(), "block_size": 31},
+    "block fits": {"call": "block_size", "args": ddtree(), "block_size": 32},
+    "block unused": {
+        "call": "block_size",
+        "args": engine(enable_prefix_caching=False),
+        "block_size": 31,
+    },
+    "metrics": {
+        "call": "metrics",
+        "args": ddtree(engine=PER_REQUEST),
+        "rounds": ROUNDS,
+    },
+    "command line": {
+        "call": "command_line",
+        "argv": [
+            *("--model", "@hybrid", "--speculative-method", "ddtree"),
+            *("--speculative-model", "@drafter", "--speculative-tree-budget", "12"),
+            *("--max-model-len", "512"),
+        ],
+    },
+    "command line, vLLM's names": {
+        "call": "command_line",
+        "argv": [
+            *("--model", "@hybrid", "--spec-method", "ddtree", "--spec-model", "@drafter"),
+            *("--spec-tree-budget", "12", "--spec-tokens", "5", "--max-model-len", "512"),
+        ],
+    },
+    "command line, JSON": {
+        "call": "command_line",
+        "argv": [
+            *("--model", "@hybrid", "--max-model-len", "512", "--speculative-config"),
+            '{"method": "ddtree", "model": "@drafter", "tree_budget": 12}',
+        ],
+    },
+    "command line, twice": {
+        "call": "command_line",
+        "argv": [
+            *("--model", "@hybrid", "--max-model-len", "512", "--speculative-config"),
+            '{"method": "ddtree", "model": "@drafter", "tree_budget": 12}',
+            *("--speculative-tree-budget", "12"),
+        ],
+    },
+}
+
+
+def cases():
+    # the stock cases come first: nothing of ours may be imported by then
+    for name, case in STOCK.items():
+        yield f"stock {name}", case
+    yield from OTHERS.items()
+    for name, (args, _, *rest) in REFUSED.items():
+        env, fakes = (*rest, {}, {})[:2]
+        yield f"refused {name}", {"call": "config", "args": args, "env": env, "fakes": fakes}
+    for name, (args, _) in ACCEPTED.items():
+        yield f"accepted {name}", {"call": "config", "args": args}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A folder with a config.json per model and no weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run_cases(named, version, files, models, folder):
+    """Case name -> result, in this version of vLLM with `files` in place of its own."""
+    pytest.importorskip("torch", reason="vLLM's configuration needs torch")
+    text = json.dumps(list(named.values()))
+    for name in sorted(MODELS, key=len, reverse=True):
+        text = text.replace(f"@{name}", str(models / name))
+    overlay = vllm_trees.overlay(folder / "site-packages", version, files)
+    done = subprocess.run(
+        [sys.executable, HERE / "engine_config.py"],
+        input=text,
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{overlay}:{vllm_trees.PATCH}",
+            # vLLM inspects a model class in a process of its own, once per cache
+            "VLLM_CACHE_ROOT": str(vllm_trees.CACHE / f"cache-{version}"),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRITON_INTERPRET": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(named, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="session")
+def results(version, pristine, tool, models, tmp_path_factory):
+    """All cases in a patched vLLM."""
+    patched = tool.load_series(version).patched(pristine)
+    return run_cases(dict(cases()), version, patched, models, tmp_path_factory.mktemp("patched"))
+
+
+@pytest.fixture(scope="session")
+def stock(version, pristine, models, tmp_path_factory):
+    """The cases without a tree in vLLM as released."""
+    return run_cases(STOCK, version, pristine, models, tmp_path_factory.mktemp("stock"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(results, name):
+    result = results[f"refused {name}"]
+    assert REFUSED[name][1] in result.get("error", f"accepted: {result}")
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(results, name):
+    result = results[f"accepted {name}"]
+    assert "value" in result, result
+    value, want = result["value"], ACCEPTED[name][1]
+    assert {key: value[key] for key in want} == want
+    assert value["method"] == "dflash" and value["v2"]
+    assert value["num_speculative_tokens"] == value["tree_budget"]
+    assert value["query_len"] == value["tree_budget"] + 1
+    assert value["lookahead"] == value["tree_horizon"] + 1
+
+
+def test_draft_slots_are_the_horizon(results, version):
+    """0.32 charges draft slots to the input budget; 0.33 does not."""
+    want = {"0.32.0": 15, "0.33.0": 0}[version]
+    assert results["accepted default"]["value"]["draft_slots"] == want
+
+
+def test_a_tree_config_survives_vllms_copies(results):
+    value = results["copy"]["value"]
+    assert value == results["accepted default"]["value"] | {
+        "num_speculative_tokens": 15,
+        "query_len": 16,
+    }
+
+
+@pytest.mark.parametrize("name", ["command line", "command line, JSON"])
+def test_command_line(results, name):
+    value = results[name]["value"]
+    assert (value["method"], value["tree_budget"], value["tree_horizon"]) == ("dflash", 12, 12)
+
+
+def test_command_line_with_vllms_names(results):
+    value = results["command line, vLLM's names"]["value"]
+    assert (value["method"], value["tree_budget"], value["tree_horizon"]) == ("dflash", 12, 5)
+
+
+def test_command_line_twice(results):
+    assert "mutually exclusive" in results["command line, twice"]["error"]
+
+
+def test_one_recurrent_state_and_a_narrow_window(results):
+    assert results["shapes"]["value"] == [[3, 512], [2, 128, 128]]
+    assert results["slots"]["value"] == 0
+
+
+def test_state_block_holds_a_tree(results):
+    assert "set --speculative-tree-budget to at most 30" in results["block too small"]["error"]
+    assert results["block fits"] == results["block unused"] == {"value": None}
+
+
+def test_capture_sizes_are_whole_requests(results):
+    sizes = results["capture"]["value"]
+    assert {n * 32 for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)} <= set(sizes)
+    assert max(sizes) == 20 * 32
+    assert max(results["capture chosen"]["value"]) == 64
+
+
+def test_metrics_count_depth(results):
+    value = results["metrics"]["value"]
+    stats = value["stats"]
+    assert stats["num_drafts"] == 4
+    assert stats["num_accepted_tokens"] == 18
+    # min(nodes, horizon 15) per round; a tree cut to 3 nodes drafts at most 3 levels
+    assert stats["num_draft_tokens"] == 15 + 15 + 3 + 12
+    assert stats["num_tree_nodes"] == 31 + 31 + 3 + 12
+    assert stats["num_accepted_tokens_per_pos"] == [3, 2] + [1] * 13
+    assert stats["num_draft_tokens_per_pos"] == [4, 4, 4] + [3] * 9 + [2] * 3
+    assert "Mean acceptance length: 5.50" in value["log"]
+    assert "Avg Draft acceptance rate: 40.0%" in value["log"]
+    assert value["log"].count("0.250") == 13
+    samples = value["samples"]
+    assert samples["vllm:spec_decode_num_draft_tokens_total"] == 45
+    assert samples["vllm:spec_decode_num_accepted_tokens_total"] == 18
+    assert samples["vllm:spec_decode_num_tree_nodes_total"] == 77
+    per_position = [v for k, v in samples.items() if "per_pos" in k]
+    assert per_position == stats["num_accepted_tokens_per_pos"]
+    assert value["request_histogram"] == 16
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_without_a_tree_nothing_changes(results, stock, name):
+    assert "error" not in stock[name], stock[name]
+    got, want = results[f"stock {name}"]["value"], stock[name]["value"]
+    if name == "metrics":
+        assert got["stats"].pop("num_tree_nodes") == 7 + 5 + 3
+    assert got == want
+
+
+def test_the_comparison_with_stock_can_fail(stock, results):
+    assert stock["shapes"]["value"] == [[10, 512], [2, 128, 128]] != results["shapes"]["value"]
+    assert stock["slots"]["value"] == 7
+    assert stock["metrics"]["value"]["stats"]["num_accepted_tokens_per_pos"] == [2] + [1] * 6
