@@ -417,6 +417,21 @@ mod tests {
         }
     }
 
+    /// The checksums come from exact rational arithmetic that rounds after each documented step.
+    #[test]
+    fn every_bit_is_as_specified() {
+        fn fnv1a(bytes: impl Iterator<Item = u8>) -> u64 {
+            bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+            })
+        }
+        let steps = || (0..=2000u32).map(|i| i as f32);
+        let exp = steps().map(|i| exp_spec(-(i * 0.0435)));
+        assert_eq!(fnv1a(exp.flat_map(|x| x.to_bits().to_le_bytes())), 0xf7ef_9111_b79f_4a1d);
+        let ln = steps().map(|i| ln_spec(i * i * 0.37 + 1.0));
+        assert_eq!(fnv1a(ln.flat_map(|x| x.to_bits().to_le_bytes())), 0xfb80_97a5_9d34_fb6a);
+    }
+
     #[test]
     fn edge_scores_round_half_to_even_and_saturate() {
         let unit = 2f64.powi(-21);
