@@ -457,9 +457,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as exc:
         print(f"tool.py {args.command}: {exc}", file=sys.stderr)
         return 1
-    if args.command == "apply" and not any(
-        (path / "vllm_ddtree").is_dir() for path in (target.root, *map(Path, sys.path))
-    ):
+    if args.command == "apply" and not (target.root / "vllm_ddtree").is_dir():
         print("now install the package that the patch calls: pip install ./vllm_patch")
     return 0
 

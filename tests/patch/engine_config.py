@@ -130,9 +130,7 @@ def make_scheduler(config):
     from vllm.v1.structured_output import StructuredOutputManager
 
     config.cache_config.num_gpu_blocks = 16
-    attention = FullAttentionSpec(
-        block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
-    )
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     return Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
@@ -176,8 +174,8 @@ def call_metrics(case):
         prom = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
     prom.observe(stats)
     samples = {
-        sample.name + "".join(f"[{v}]" for k, v in sample.labels.items() if k == "position"):
-            sample.value
+        sample.name
+        + "".join(f"[{v}]" for k, v in sample.labels.items() if k == "position"): sample.value
         for metric in registry.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")

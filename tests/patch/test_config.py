@@ -59,7 +59,8 @@ MODELS = {
     "head_dim_96": DENSE | {"head_dim": 96},
     "head_dim_32": DENSE | {"head_dim": 32},
     "many_queries": DENSE | {"num_attention_heads": 32, "num_key_value_heads": 1},
-    "sliding": DENSE | {
+    "sliding": DENSE
+    | {
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 64,
         "use_sliding_window": True,
@@ -198,7 +199,10 @@ REFUSED = {
         engine(enable_return_routed_experts=True),
         "returning routed experts; remove --enable-return-routed-experts",
     ),
-    "ReplaySSM": (engine(use_replayssm=True), "ddtree does not support ReplaySSM; remove --use-replayssm"),
+    "ReplaySSM": (
+        engine(use_replayssm=True),
+        "ddtree does not support ReplaySSM; remove --use-replayssm",
+    ),
     "quantised KV cache": (
         engine(kv_cache_dtype="fp8"),
         "ddtree does not support a quantised KV cache (--kv-cache-dtype fp8); set it to auto",
@@ -454,6 +458,12 @@ def test_accepted(results, name):
     assert value["num_speculative_tokens"] == value["tree_budget"]
     assert value["query_len"] == value["tree_budget"] + 1
     assert value["lookahead"] == value["tree_horizon"] + 1
+
+
+def test_hashes_tell_trees_apart(results):
+    names = ("default", "budget 1", "budget 255", "horizon")
+    hashes = {results[f"accepted {name}"]["value"]["hash"] for name in names}
+    assert len(hashes | {results["stock config"]["value"]["hash"]}) == len(names) + 1
 
 
 def test_draft_slots_are_the_horizon(results, version):

@@ -259,7 +259,10 @@ def test_bytecode_of_replaced_files_goes(tool, capsys, tree):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace(b'\n     "custom_class",', b'\n     "other_class",'), "does not match"),
+        (
+            lambda text: text.replace(b'\n     "custom_class",', b'\n     "other_class",'),
+            "does not match",
+        ),
         (lambda text: re.sub(rb"@@ -(\d+),", rb"@@ -9\1,", text, count=1), "does not match"),
         (lambda text: re.sub(rb",(\d+) @@", rb",99 @@", text, count=1), "broken hunk"),
         (lambda text: text.replace(b"\n+++ b/vllm/config/speculative.py", b"\n+++ b/x.py"), "want"),

@@ -75,7 +75,9 @@ def download(version: str) -> Path:
         )
         wheels = list(Path(work).glob("*.whl"))
         if pip.returncode or not wheels:
-            raise Unavailable(f"vllm {version} could not be downloaded: {pip.stderr.strip()[-300:]}")
+            raise Unavailable(
+                f"vllm {version} could not be downloaded: {pip.stderr.strip()[-300:]}"
+            )
         unpacked = Path(work, "tree")
         with zipfile.ZipFile(wheels[0]) as wheel:
             names = [n for n in wheel.namelist() if n.endswith(".py") or ".dist-info/" in n]
