@@ -470,7 +470,7 @@ extern "C" {
 DDT_NODISCARD
 ddt_status ddt_commit(const struct ddt_context *context,
                       const struct ddt_commit_params *params,
-                      void *_stream);
+                      void *stream);
 
 // Bytes of workspace that ddt_commit needs with these parameters; 0 on the CPU.
 //
@@ -517,7 +517,7 @@ void ddt_context_free(struct ddt_context *context);
 DDT_NODISCARD
 ddt_status ddt_gdn_verify(const struct ddt_context *context,
                           const struct ddt_gdn_verify_params *params,
-                          void *_stream);
+                          void *stream);
 
 // Bytes of workspace that ddt_gdn_verify needs with these parameters; 0 on the CPU.
 //
@@ -558,7 +558,7 @@ ddt_status ddt_last_error(char *buf, size_t len, size_t *needed);
 DDT_NODISCARD
 ddt_status ddt_tree_accept(const struct ddt_context *context,
                            const struct ddt_tree_accept_params *params,
-                           void *_stream);
+                           void *stream);
 
 // Bytes of workspace that ddt_tree_accept needs for these parameters; 0 on the CPU.
 //
@@ -590,7 +590,7 @@ ddt_status ddt_tree_accept_workspace_size(const struct ddt_context *context,
 DDT_NODISCARD
 ddt_status ddt_tree_attention(const struct ddt_context *context,
                               const struct ddt_tree_attention_params *params,
-                              void *_stream);
+                              void *stream);
 
 // Bytes of workspace that ddt_tree_attention needs with these parameters; 0 on the CPU.
 //
@@ -616,7 +616,7 @@ ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
 DDT_NODISCARD
 ddt_status ddt_tree_build(const struct ddt_context *context,
                           const struct ddt_tree_build_params *params,
-                          void *_stream);
+                          void *stream);
 
 // Bytes of workspace that ddt_tree_build needs for these parameters; 0 on the CPU.
 //
@@ -640,7 +640,7 @@ ddt_status ddt_tree_build_workspace_size(const struct ddt_context *context,
 DDT_NODISCARD
 ddt_status ddt_tree_mask(const struct ddt_context *context,
                          const struct ddt_tree_mask_params *params,
-                         void *_stream);
+                         void *stream);
 
 // The DDT_ABI_VERSION that the library was built with.
 uint32_t ddt_abi_version(void);

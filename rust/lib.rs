@@ -45,3 +45,8 @@ pub use tree_accept::{AcceptedPath, GreedyChoice, TreeLinks, greedy_choice, tree
 pub use tree_attention::{TreeAttention, tree_attention};
 pub use tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
 pub use tree_mask::{Topology, tree_mask};
+
+// runs the example of rust/README.md as a test
+#[cfg(doctest)]
+#[doc = include_str!("README.md")]
+struct Readme;

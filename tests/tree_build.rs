@@ -385,8 +385,12 @@ fn large_vocabularies_keep_every_candidate() {
         }
         let children = sorted_depths(&logits, vocab, |_| 1.0);
         let shortened = |depth: usize, _| children[depth][..children[depth].len().min(255)].to_vec();
-        let picked = reference::brute_force(255, 3, shortened, |_, _| false);
-        assert_same(&from_logits(&logits, [3, vocab], &request(255)), &picked);
+        // one depth uses all 255 candidates, three use fewer of each
+        for max_depth in [1, 3] {
+            let request = TreeRequest { max_depth, ..request(255) };
+            let picked = reference::brute_force(255, max_depth, shortened, |_, _| false);
+            assert_same(&from_logits(&logits, [3, vocab], &request), &picked);
+        }
     }
 }
 

@@ -31,8 +31,10 @@ use crate::error::{Result, bail};
 pub unsafe extern "C" fn ddt_commit(
     context: *const ddt_context,
     params: *const ddt_commit_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("commit", || {
         context::check(context)?;
         // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.

@@ -35,8 +35,10 @@ use crate::gdn_verify::{GdnVerify, gdn_verify};
 pub unsafe extern "C" fn ddt_gdn_verify(
     context: *const ddt_context,
     params: *const ddt_gdn_verify_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("gdn_verify", || {
         context::check(context)?;
         // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.

@@ -33,8 +33,10 @@ use crate::tree_accept::{AcceptedPath, TreeLinks, greedy_choice, tree_accept};
 pub unsafe extern "C" fn ddt_tree_accept(
     context: *const ddt_context,
     params: *const ddt_tree_accept_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("tree_accept", || {
         context::check(context)?;
         // SAFETY: the caller vouches for the parameters and what they point to.

@@ -32,8 +32,10 @@ use crate::tree_attention::{TreeAttention, tree_attention};
 pub unsafe extern "C" fn ddt_tree_attention(
     context: *const ddt_context,
     params: *const ddt_tree_attention_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("tree_attention", || {
         context::check(context)?;
         // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.

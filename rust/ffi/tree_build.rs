@@ -33,8 +33,10 @@ use crate::tree_build::{
 pub unsafe extern "C" fn ddt_tree_build(
     context: *const ddt_context,
     params: *const ddt_tree_build_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("tree_build", || {
         context::check(context)?;
         // SAFETY: the caller vouches for the parameters and what they point to.

@@ -27,8 +27,10 @@ use crate::tree_mask::{Topology, tree_mask};
 pub unsafe extern "C" fn ddt_tree_mask(
     context: *const ddt_context,
     params: *const ddt_tree_mask_params,
-    _stream: *mut c_void,
+    stream: *mut c_void,
 ) -> ddt_status {
+    // the CPU has no streams
+    let _ = stream;
     guard("tree_mask", || {
         context::check(context)?;
         // SAFETY: the caller vouches for the parameters and what they point to.

@@ -49,6 +49,11 @@ for language in "c11 $cc -std=c11 -x c" "c++17 $cxx -std=c++17 -x c++"; do
   done
 done
 
+# the program of include/README.md
+sed -n '/^```c$/,/^```$/p' "$root/include/README.md" | sed '1d;$d' >"$out/readme.c"
+$cc -std=c11 $warnings -I"$root/include" "$out/readme.c" -L"$lib" -lddtree -Wl,-rpath,"$lib" -o "$out/readme"
+"$out/readme" | grep -q '^node 4: token 2, parent 0$'
+
 # the caller's side under the sanitizers: no leak, no write outside of caller memory
 for program in smoke errors struct_size; do
   $cc -std=c11 $warnings -g -fsanitize=address,undefined -fno-sanitize-recover=all -I"$root/include" \
