@@ -15,7 +15,8 @@ usage: ci/run.sh STEP
   setup                install the Python environment into .venv (skipped while its lock files are unchanged)
   build                setup, then build libddtree, install vllm_ddtree and patch the installed vLLM
   test [--full] [STAGE...]
-                       build, then run the tests; stages: rust c patch vllm_cpu py vllm (default: all that exist)
+                       build, then run the tests: all, or of some stages, which are rust, c (tests/c) and the
+                       folders of tests/ with Python tests; --full: also what takes long
   demo [--json FILE] [OPTION...]
                        build, then serve a model three ways and compare; --help lists the options
   lint                 rustfmt, clippy and ruff
@@ -97,7 +98,7 @@ step_build() {
         [[ $series == "$applied" ]] && return
         "$VENV/bin/python" vllm_patch/tool.py revert
         ;;
-    *": interrupted;"*) "$VENV/bin/python" vllm_patch/tool.py revert ;;
+    *": interrupted;"* | *": outdated;"*) "$VENV/bin/python" vllm_patch/tool.py revert ;;
     esac
     "$VENV/bin/python" vllm_patch/tool.py apply
     printf '%s' "$series" >"$VENV/.patched"
@@ -114,7 +115,17 @@ export_vllm_environment() {
 
 # ---- test
 
-STAGES=(rust c patch vllm_cpu py vllm)
+# Every stage that exists, the longest last: Rust, C, then each folder of tests/ with Python tests.
+all_stages() {
+    echo rust
+    [[ ! -x tests/c/run.sh ]] || echo c
+    local folder
+    for folder in tests/*/; do
+        folder=$(basename "$folder")
+        if [[ $folder != vllm ]] && compgen -G "tests/$folder/test_*.py" >/dev/null; then echo "$folder"; fi
+    done
+    if compgen -G 'tests/vllm/test_*.py' >/dev/null; then echo vllm; fi
+}
 
 # Prints "PASSED FAILED SKIPPED" summed over the closing lines of cargo test, pytest and our own runners in a log.
 count_tests() {
@@ -130,14 +141,6 @@ count_tests() {
         END { print passed + 0, failed + 0, skipped + 0 }' "$1"
 }
 
-has_stage() {
-    case $1 in
-    rust) return 0 ;;
-    c) [[ -x tests/c/run.sh ]] ;;
-    *) compgen -G "tests/$1/test_*.py" >/dev/null ;;
-    esac
-}
-
 run_stage() {
     case $1 in
     rust) cargo test --release --locked ;;
@@ -147,18 +150,18 @@ run_stage() {
 }
 
 step_test() {
-    local stages=() stage
+    local known stages=() stage
+    known=$(all_stages)
     for stage in "$@"; do
-        case $stage in
-        --full) export DDTREE_TEST_FULL=1 ;;
-        *) has_stage "$stage" || fail "no test stage '$stage'; stages: ${STAGES[*]}" && stages+=("$stage") ;;
-        esac
+        if [[ $stage == --full ]]; then
+            export DDTREE_TEST_FULL=1
+        elif grep -qx -e "$stage" <<<"$known"; then
+            stages+=("$stage")
+        else
+            fail "no test stage '$stage'; there are: ${known//$'\n'/ }"
+        fi
     done
-    if [[ ${#stages[@]} == 0 ]]; then
-        for stage in "${STAGES[@]}"; do
-            if has_stage "$stage"; then stages+=("$stage"); fi
-        done
-    fi
+    [[ ${#stages[@]} != 0 ]] || mapfile -t stages <<<"$known"
     step_build
     export_vllm_environment
     mkdir -p "$OUT/test"
@@ -202,8 +205,7 @@ step_lint() {
     step_setup
     cargo fmt --check
     cargo clippy --release --locked --all-targets -- -D warnings
-    "$VENV/bin/ruff" check .
-    "$VENV/bin/ruff" format --check .
+    "$VENV/bin/ruff" check --config ci/ruff.toml .
 }
 
 step_lock() {

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
-
 from vllm_cpu_runtime import fast_interpreter
 
 
@@ -49,7 +48,11 @@ class Writes:
 
     @contextlib.contextmanager
     def watch_fast(self):
-        poke, scatter, atomic = fast_interpreter.poke, fast_interpreter.scatter, fast_interpreter.atomic
+        poke, scatter, atomic = (
+            fast_interpreter.poke,
+            fast_interpreter.scatter,
+            fast_interpreter.atomic,
+        )
 
         def watched_poke(c_type, address, value):
             self.note(address, True, ctypes.sizeof(c_type))
@@ -74,14 +77,20 @@ def launch_twice(kernel, *args, grid, **kwargs):
     arguments = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
     expected, actual = Writes(), Writes()
     with expected.watch_triton():
-        triton_interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, grid)(*args, **arguments)
+        triton_interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, grid)(
+            *args, **arguments
+        )
     after_triton = expected.after()
     expected.undo()
     with actual.watch_fast():
         fast_interpreter.run(kernel, *args, grid=grid, **arguments)
     after_fast = actual.after()
     if after_fast != after_triton:
-        wrong = [a for a in after_triton.keys() | after_fast.keys() if after_triton.get(a) != after_fast.get(a)]
+        wrong = [
+            a
+            for a in after_triton.keys() | after_fast.keys()
+            if after_triton.get(a) != after_fast.get(a)
+        ]
         raise AssertionError(
             f"{kernel.fn.__module__}.{kernel.fn.__name__}, grid {grid}: {len(wrong)} of {len(after_triton)} bytes "
             f"written by Triton's interpreter differ, first at {min(wrong):#x}"

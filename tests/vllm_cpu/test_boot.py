@@ -13,7 +13,9 @@ def python(code, **environment):
     ours = ("DDTREE_CPU_RUNTIME", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env={**kept, **environment}, capture_output=True, text=True, timeout=120
+    )
 
 
 V2 = "from vllm.config import VllmConfig; from vllm.triton_utils import HAS_TRITON; "
@@ -34,7 +36,9 @@ def test_without_it_vllm_has_no_triton():
 
 def test_child_processes_inherit_the_mode():
     code = "import vllm_cpu_runtime as r, subprocess, sys; r.boot('interpreter'); "
-    code += "subprocess.run([sys.executable, '-c', 'import vllm_cpu_runtime as r; print(r._booted)'])"
+    code += (
+        "subprocess.run([sys.executable, '-c', 'import vllm_cpu_runtime as r; print(r._booted)'])"
+    )
     result = python(code)
     assert result.stdout.strip() == "interpreter", result.stderr
 
@@ -43,8 +47,16 @@ def test_child_processes_inherit_the_mode():
     "code, environment, message",
     [
         ("pass", {"DDTREE_CPU_RUNTIME": "slow"}, "use one of fast, interpreter"),
-        ("import triton, vllm_cpu_runtime as r; r.boot()", {}, "before vllm and triton are imported"),
-        ("import vllm_cpu_runtime as r; r.boot('fast'); r.boot('interpreter')", {}, "must run once"),
+        (
+            "import triton, vllm_cpu_runtime as r; r.boot()",
+            {},
+            "before vllm and triton are imported",
+        ),
+        (
+            "import vllm_cpu_runtime as r; r.boot('fast'); r.boot('interpreter')",
+            {},
+            "must run once",
+        ),
     ],
 )
 def test_refusals_end_the_process(code, environment, message):

@@ -177,9 +177,14 @@ def test_bf16_is_rounded_to_nearest_even():
     """As by hardware and PyTorch. Triton's interpreter truncates, so nothing else here stores f32 as bf16."""
     from vllm_cpu_runtime import fast_interpreter
 
-    x = torch.cat([torch.randn(4096), torch.tensor([float("inf"), -float("inf"), 0.0, 1e-40, 3.4e38])])
+    ties = (torch.arange(2**14, 2**14 + 64, dtype=torch.int32) * 2**16 + 2**15).view(torch.float32)
+    x = torch.cat(
+        [torch.randn(4096), ties, torch.tensor([float("inf"), -float("inf"), 0.0, 1e-40, 3.4e38])]
+    )
     bits = fast_interpreter.Tensor(x.numpy()).to(tl.bfloat16).data
-    assert torch.equal(torch.from_numpy(bits.view("int16")).view(torch.bfloat16), x.to(torch.bfloat16))
+    assert torch.equal(
+        torch.from_numpy(bits.view("int16")).view(torch.bfloat16), x.to(torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,7 +215,9 @@ def test_rejection_sampling(launches, temperature, block_verification):
     rows = requests * (steps + 1)
     logits = 2 * torch.randn(rows, vocab)
     # half of the drafts are the target's choice
-    drafts = torch.where(torch.rand(rows) < 0.5, logits.argmax(-1).roll(1), torch.randint(0, vocab, (rows,)))
+    drafts = torch.where(
+        torch.rand(rows) < 0.5, logits.argmax(-1).roll(1), torch.randint(0, vocab, (rows,))
+    )
     sampled, count = rejection_sample(
         logits,
         None,
@@ -261,7 +268,9 @@ def test_log_probabilities_and_ranks(dtype):
     sampled = torch.randint(0, 1500, (5,))
     scores = compute_topk_scores(logits, 3, sampled)
     exact = logits.double().log_softmax(-1)
-    assert torch.equal(scores.selected_token_ranks.long(), (logits >= logits.gather(1, sampled[:, None])).sum(-1))
+    assert torch.equal(
+        scores.selected_token_ranks.long(), (logits >= logits.gather(1, sampled[:, None])).sum(-1)
+    )
     ids = scores.logprob_token_ids.long()
     assert torch.equal(ids[:, 0], sampled)
     assert torch.allclose(scores.logprobs.double(), exact.gather(1, ids), atol=1e-5)

@@ -36,7 +36,14 @@ def engine():
     "parameters",
     [
         {"temperature": 0},
-        {"temperature": 0.8, "seed": 3, "top_k": 20, "repetition_penalty": 1.2, "logprobs": 2, "min_tokens": 4},
+        {
+            "temperature": 0.8,
+            "seed": 3,
+            "top_k": 20,
+            "repetition_penalty": 1.2,
+            "logprobs": 2,
+            "min_tokens": 4,
+        },
     ],
     ids=["greedy", "sampled"],
 )
@@ -48,7 +55,14 @@ def test_every_launch_of_a_request(engine, parameters):
     assert isinstance(executor.driver_worker.worker.model_runner, GPUModelRunner)
     prompts = ["def read(self, size", "import os\nfor"]
     with compare.every_launch() as launches:
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, **parameters), use_tqdm=False)
+        outputs = engine.generate(
+            prompts, SamplingParams(max_tokens=8, **parameters), use_tqdm=False
+        )
     assert all(output.outputs[0].token_ids for output in outputs)
-    used = {"_prepare_dflash_inputs_kernel", "_rejection_kernel", "_compute_slot_mappings_kernel", "_post_update_kernel"}
+    used = {
+        "_prepare_dflash_inputs_kernel",
+        "_rejection_kernel",
+        "_compute_slot_mappings_kernel",
+        "_post_update_kernel",
+    }
     assert used <= launches.keys(), launches

@@ -36,6 +36,8 @@ def boot(mode=None):
     # models this small gain nothing from a second thread, and threads that wait for each other by spinning make a
     # round ten times slower whenever another process wants the core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # and by default every engine would pin itself to the first core
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # with V2 demanded, vLLM refuses to start without Triton; by default it would fall back to V1
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     try:

@@ -54,7 +54,9 @@ _ELEMENTS = {
 }
 _BFLOAT16 = _ELEMENTS[tl.bfloat16]
 _BOOL = _ELEMENTS[tl.int1]
-_TRITON_TYPES = {element.dtype: name for name, element in _ELEMENTS.items() if element is not _BFLOAT16}
+_TRITON_TYPES = {
+    element.dtype: name for name, element in _ELEMENTS.items() if element is not _BFLOAT16
+}
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 
@@ -87,21 +89,20 @@ def _typed(number):
             if low <= number < high:
                 return dtype(number)
     if isinstance(number, float):
-        fits = number == 0 or number != number or abs(number) in (float("inf"),)
-        fits = fits or 2**-126 <= abs(number) <= (2 - 2**-23) * 2**127
+        fits = (
+            not np.isfinite(number)
+            or number == 0
+            or 2**-126 <= abs(number) <= (2 - 2**-23) * 2**127
+        )
         return np.float32(number) if fits else np.float64(number)
     raise TypeError(f"a kernel operand is {number!r}")
-
-
-_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2}
 
 
 def _number_for(number, dtype):
     """A Python number beside an operand of type `dtype`: it takes that type unless its own kind is higher."""
     if type(number) is int and dtype.kind in "iuf" or type(number) is float and dtype.kind == "f":
         return dtype.type(number)
-    number = _typed(number)
-    return number if _KINDS[number.dtype.kind] > _KINDS[dtype.kind] else number.astype(dtype)
+    return _typed(number)
 
 
 def _operands(a, b):
@@ -149,7 +150,11 @@ def _widen(value):
 
 
 def _true_divide(a, b):
-    return np.divide(a, b) if a.dtype.kind == "f" else np.divide(a.astype(_FLOAT32), b.astype(_FLOAT32))
+    return (
+        np.divide(a, b)
+        if a.dtype.kind == "f"
+        else np.divide(a.astype(_FLOAT32), b.astype(_FLOAT32))
+    )
 
 
 def _floor_divide(a, b):
@@ -298,7 +303,11 @@ def load(pointer, mask=None, other=None, cache_modifier="", eviction_policy="", 
             return Tensor(element.dtype.type(peek(element.c_type, pointer.address)))
         return _cast(0 if other is None else other, element)
     address, mask = _block(pointer, mask)
-    other = np.zeros((), element.memory) if other is None else _cast(other, element).data.astype(element.memory)
+    other = (
+        np.zeros((), element.memory)
+        if other is None
+        else _cast(other, element).data.astype(element.memory)
+    )
     data = gather(address, mask, np.broadcast_to(other, address.shape), element.memory)
     data = data[0] if is_scalar else data
     if element is _BFLOAT16:
@@ -337,14 +346,18 @@ def scatter(address, data, mask):
 
 
 def atomic(operation, address, data, mask):
-    return _interpreter.atomic_rmw(operation, address, data, mask, _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE)
+    return _interpreter.atomic_rmw(
+        operation, address, data, mask, _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
+    )
 
 
 def _atomic(operation):
     def method(pointer, value, mask=None, sem=None, scope=None):
         address, mask = _block(pointer, mask)
         # the function behind reads the values as if they were contiguous
-        data = np.ascontiguousarray(np.broadcast_to(_cast(value, pointer.element).data, address.shape))
+        data = np.ascontiguousarray(
+            np.broadcast_to(_cast(value, pointer.element).data, address.shape)
+        )
         return Tensor(atomic(operation, address, data, mask).reshape(np.shape(pointer.address)))
 
     return method
@@ -360,11 +373,15 @@ def _unary(function):
 
 def _binary_function(function):
     # unlike an operator, these give a Python number its own type first
-    return lambda x, y: Tensor(function(*_operands(_widen(Language.to_tensor(x)), _widen(Language.to_tensor(y)))))
+    return lambda x, y: Tensor(
+        function(*_operands(_widen(Language.to_tensor(x)), _widen(Language.to_tensor(y))))
+    )
 
 
 def _extremum(function, indices_function, fold):
-    def reduce(x, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
+    def reduce(
+        x, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False
+    ):
         data = _widen(x).data
         if return_indices:
             index = indices_function(data, axis=axis, keepdims=keep_dims).astype(_INT32)
@@ -419,7 +436,9 @@ class Language:
 
     cast = staticmethod(lambda x, dtype, bitcast=False: Language.to_tensor(x).to(dtype, bitcast))
     arange = staticmethod(lambda start, end: Tensor(np.arange(start, end, dtype=_INT32)))
-    full = staticmethod(lambda shape, value, dtype: Tensor(np.full(shape, _cast(value, _ELEMENTS[dtype]).data)[()]))
+    full = staticmethod(
+        lambda shape, value, dtype: Tensor(np.full(shape, _cast(value, _ELEMENTS[dtype]).data)[()])
+    )
     zeros = staticmethod(lambda shape, dtype: Tensor(np.zeros(shape, _ELEMENTS[dtype].dtype)[()]))
     zeros_like = staticmethod(lambda x: Tensor(np.zeros_like(x.data)))
     reshape = staticmethod(lambda x, *shape: x.reshape(*shape))
@@ -463,7 +482,9 @@ class Language:
         x, y = _operands(Language.to_tensor(x), Language.to_tensor(y))
         if x.dtype.itemsize != 4:
             raise TypeError("umulhi of other than 32 bits")
-        return Tensor(((x.astype(np.uint64) * y.astype(np.uint64)) >> np.uint64(32)).astype(x.dtype))
+        return Tensor(
+            ((x.astype(np.uint64) * y.astype(np.uint64)) >> np.uint64(32)).astype(x.dtype)
+        )
 
     def __getattr__(self, name):
         return _converted_name(getattr(tl, name))
@@ -485,7 +506,9 @@ def _convert(kernel):
     """The Python function of `kernel` with `Language` for `tl`, and the functions it calls likewise."""
     source = kernel.rewrite()
     names = {"__builtins__": builtins}
-    function = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)
+    function = types.FunctionType(
+        source.__code__, names, source.__name__, source.__defaults__, source.__closure__
+    )
     for name in source.__code__.co_names:
         if name in source.__globals__:
             names[name] = _converted_name(source.__globals__[name])
@@ -535,9 +558,12 @@ def run(kernel, *args, grid, **kwargs):
     arguments = inspect.getcallargs(kernel.fn, *args, **kwargs)
     grid = grid(arguments) if callable(grid) else grid
     constants = _constants(kernel.fn)
-    arguments = {name: value if name in constants else _argument(value) for name, value in arguments.items()}
+    arguments = {
+        name: value if name in constants else _argument(value) for name, value in arguments.items()
+    }
     function = _convert(kernel)
     _language.grid = (*grid, 1, 1)[:3]
     with np.errstate(all="ignore"):
-        for _language.program in np.ndindex(_language.grid):
+        for program in np.ndindex(_language.grid):
+            _language.program = program
             function(**arguments)
