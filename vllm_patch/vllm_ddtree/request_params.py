@@ -7,8 +7,9 @@ from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
-# The request's own budget: `extra_args` (`vllm_xargs` in the OpenAI API).
+# A request's own limits: `extra_args` (`vllm_xargs` in the OpenAI API).
 BUDGET_ARG = "ddtree_budget"
+SHAPE_ARG = "ddtree_shape"
 MAX_STOP_TOKENS = 16
 
 
@@ -68,7 +69,7 @@ class RequestParams:
                     "verified as an exact chain.",
                     ", ".join(reasons),
                 )
-            chain = self.chain_only or bool(reasons)
+            chain = self.chain_only or bool(reasons) or self._wants_chain(params)
             if not params.ignore_eos:
                 stops = sorted(params.all_stop_token_ids)[:MAX_STOP_TOKENS]
             # Output token i (from 0) has position prompt_len + i; stop tokens
@@ -80,6 +81,12 @@ class RequestParams:
         row[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
         self.stop_tokens[slot] = row.to(self.stop_tokens.device)
         self.min_stop_positions[slot] = min_stop_position
+
+    def _wants_chain(self, params: SamplingParams) -> bool:
+        shape = (params.extra_args or {}).get(SHAPE_ARG, "tree")
+        if shape not in ("tree", "chain"):
+            logger.warning("%s=%r is not tree or chain: using tree.", SHAPE_ARG, shape)
+        return shape == "chain"
 
     def _requested_budget(self, params: SamplingParams) -> int:
         requested = (params.extra_args or {}).get(BUDGET_ARG)
