@@ -331,7 +331,7 @@ typedef struct ddt_tree_build_params {
   // `[R,L,V]` f32, f16 or bf16: scores of every token at depths 1 to L. Absent iff candidates
   // are given.
   struct ddt_tensor logits;
-  // `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate.
+  // `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate. K is at most 4096.
   struct ddt_tensor candidate_tokens;
   // `[R,L,K]` f32: unnormalised scores of the candidates.
   struct ddt_tensor candidate_scores;

@@ -234,7 +234,9 @@ impl RowSummary {
             edge_score(x, self.ln_z)
         };
 
-        let mut keys = Vec::with_capacity(count * 2);
+        // blocks with equal scores can all qualify, so the list is cut whenever it has grown
+        let capacity = 4 * count + LANES;
+        let mut keys = Vec::with_capacity(capacity);
         let mut x = [0.0f32; LANES];
         for (block, &max) in self.block_max.iter().enumerate() {
             if max == f32::NEG_INFINITY || edge_score(max, self.ln_z) < worst {
@@ -250,12 +252,13 @@ impl RowSummary {
                     keys.push(candidate_key(score, (start + i) as u32));
                 }
             }
-        }
-        if keys.len() > count {
-            keys.select_nth_unstable(count - 1);
-            keys.truncate(count);
+            if keys.len() + LANES > capacity {
+                keys.select_nth_unstable(count - 1);
+                keys.truncate(count);
+            }
         }
         keys.sort_unstable();
+        keys.truncate(count);
         keys
     }
 }

@@ -19,6 +19,9 @@ use crate::tree::{
 };
 use crate::tree_mask::{Topology, tree_mask};
 
+/// Widest candidate lattice; the scores of all pairs of neighbouring depths are looked at.
+const MAX_CANDIDATES: usize = 4096;
+
 /// What the drafter says about the depths 1 to L of one request.
 #[derive(Clone, Copy, Debug)]
 pub enum DraftScores<'a> {
@@ -31,7 +34,7 @@ pub enum DraftScores<'a> {
     },
     /// A candidate lattice: few tokens per depth, scored with or without their parent.
     Lattice {
-        /// `[L, K]` i32, distinct at each depth; negative = no candidate.
+        /// `[L, K]` i32, distinct at each depth; negative = no candidate. K is at most 4096.
         tokens: TensorRef<'a>,
         /// `[L, K]` f32, unnormalised.
         scores: TensorRef<'a>,
@@ -129,6 +132,12 @@ pub(crate) fn check_lattice(
     transitions: Option<&TensorRef<'_>>,
 ) -> Result<()> {
     tokens.want_dtype("candidate_tokens", &[DType::I32])?;
+    match tokens.shape() {
+        [.., width] if *width > MAX_CANDIDATES => {
+            bail!(InvalidShape, "candidate_tokens width: got {width}, want at most {MAX_CANDIDATES}")
+        }
+        _ => {}
+    }
     scores.want_dtype("candidate_scores", &[DType::F32])?;
     scores.want_shape("candidate_scores", tokens.shape())?;
     if let Some(transitions) = transitions {

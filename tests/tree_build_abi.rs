@@ -425,6 +425,14 @@ fn hostile_lattices_are_refused() {
         DDT_INVALID_DTYPE,
         "candidate_tokens dtype: got f32, want i32",
     );
+    check(
+        with(&|p| {
+            p.candidate_tokens =
+                ddt_tensor { shape: [2, 3, 1 << 40, 0], strides: [0; 4], ..p.candidate_tokens }
+        }),
+        shape,
+        "candidate_tokens width: got 1099511627776, want at most 4096",
+    );
     // the second request, so that the first one's row must stay as it was
     let repeated = [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 10, 11];
     check(

@@ -130,7 +130,7 @@ pub struct ddt_tree_build_params {
     /// `[R,L,V]` f32, f16 or bf16: scores of every token at depths 1 to L. Absent iff candidates
     /// are given.
     pub logits: ddt_tensor,
-    /// `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate.
+    /// `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate. K is at most 4096.
     pub candidate_tokens: ddt_tensor,
     /// `[R,L,K]` f32: unnormalised scores of the candidates.
     pub candidate_scores: ddt_tensor,
