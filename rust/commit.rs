@@ -13,8 +13,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::tree::request_rows;
 
 /// One gated-delta-net layer of [`Commit`]. Extents, dtypes and the meaning of each tensor are
-/// those of [`GdnVerify`](crate::GdnVerify), except that the stash may have more rows than the
-/// batch.
+/// those of [`GdnVerify`](crate::GdnVerify).
 #[derive(Debug)]
 pub struct CommitGdnLayer<'a> {
     /// `[C,4]`.
@@ -190,13 +189,8 @@ impl<'a> Replay<'a> {
         layer.stash_qkv.want_ndim("stash_qkv", 2)?;
         layer.stash_qkv.want_dtype("stash_qkv", DType::FLOATS)?;
         ssm_state.want_ndim("ssm_state", 4)?;
-        let &[stash_rows, channels] = layer.stash_qkv.shape() else { unreachable!("ndim is 2") };
-        let heads = Heads::new("stash_qkv", channels, ssm_state.shape()[1])?;
-        let num_rows = num_rows(args.query_start);
-        if stash_rows < num_rows {
-            bail!(InvalidShape, "stash_qkv shape[0]: got {stash_rows}, want >= {num_rows} (rows)");
-        }
-        gdn::check_stash(heads, stash_rows, &layer.stash_qkv, &layer.stash_gates)?;
+        let heads = Heads::new("stash_qkv", layer.stash_qkv.shape()[1], ssm_state.shape()[1])?;
+        gdn::check_stash(heads, num_rows(args.query_start), &layer.stash_qkv, &layer.stash_gates)?;
         gdn::check_layer(
             heads,
             layer.stash_qkv.dtype(),

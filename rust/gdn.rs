@@ -43,7 +43,7 @@ impl Heads {
                 "{rows_name} channels: got {channels} with {num_v} value heads, want (2 * key heads + value heads) * {GDN_HEAD_DIM}"
             );
         }
-        if num_v % num_k != 0 {
+        if !num_v.is_multiple_of(num_k) {
             bail!(InvalidShape, "ssm_state heads: got {num_v}, want a multiple of the {num_k} key heads");
         }
         Ok(Self { num_k, num_v })
@@ -100,10 +100,18 @@ pub(crate) fn check_layer(
     ssm_state.want_dtype("ssm_state", &[DType::F32])
 }
 
-/// Checks the stash of `num_rows` rows, but not the dtype of its raw inputs.
+/// Checks that a stash has at least `num_rows` rows, and all but the dtype of its raw inputs.
 pub(crate) fn check_stash(heads: Heads, num_rows: usize, qkv: &TensorRef, gates: &TensorRef) -> Result<()> {
-    qkv.want_shape("stash_qkv", &[num_rows, heads.channels()])?;
-    gates.want_shape("stash_gates", &[num_rows, 2, heads.num_v])?;
+    qkv.want_ndim("stash_qkv", 2)?;
+    gates.want_ndim("stash_gates", 3)?;
+    for (name, stash) in [("stash_qkv", qkv), ("stash_gates", gates)] {
+        if stash.shape()[0] < num_rows {
+            bail!(InvalidShape, "{name} shape[0]: got {}, want >= {num_rows} (rows)", stash.shape()[0]);
+        }
+    }
+    qkv.want_dim("stash_qkv", 1, heads.channels(), "channels")?;
+    gates.want_dim("stash_gates", 1, 2, "log decay and beta")?;
+    gates.want_dim("stash_gates", 2, heads.num_v, "value heads")?;
     gates.want_dtype("stash_gates", &[DType::F32])
 }
 

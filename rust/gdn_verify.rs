@@ -72,9 +72,9 @@ pub struct GdnVerify<'a> {
     pub scale: f32,
     /// Epsilon of the L2 norm of queries and keys; 0 = 1e-6.
     pub norm_eps: f32,
-    /// `[T,C]` out, dtype of `mixed_qkv`: a copy of each node's row.
+    /// `[>= T,C]` out, dtype of `mixed_qkv`: a copy of each node's row.
     pub stash_qkv: TensorMut<'a>,
-    /// `[T,2,Hv]` out, f32: log decay, then beta, of each node.
+    /// `[>= T,2,Hv]` out, f32: log decay, then beta, of each node.
     pub stash_gates: TensorMut<'a>,
     /// `[T,Hv,128]` out.
     pub out: TensorMut<'a>,

@@ -17,6 +17,33 @@ pub(crate) fn multiply<'a>(
     rows: usize,
     row: impl Fn(usize) -> &'a [f32],
     block: &[Lanes],
+    store: impl FnMut(usize, &Lanes),
+) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the CPU has AVX2.
+        return unsafe { multiply_avx2(rows, row, block, store) };
+    }
+    multiply_any(rows, row, block, store);
+}
+
+/// The same operations, compiled for wider registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn multiply_avx2<'a>(
+    rows: usize,
+    row: impl Fn(usize) -> &'a [f32],
+    block: &[Lanes],
+    store: impl FnMut(usize, &Lanes),
+) {
+    multiply_any(rows, row, block, store);
+}
+
+#[inline(always)]
+fn multiply_any<'a>(
+    rows: usize,
+    row: impl Fn(usize) -> &'a [f32],
+    block: &[Lanes],
     mut store: impl FnMut(usize, &Lanes),
 ) {
     // four rows share each load of the block
@@ -36,7 +63,7 @@ pub(crate) fn multiply<'a>(
     }
 }
 
-#[inline]
+#[inline(always)]
 fn multiply_group<const N: usize>(rows: [&[f32]; N], block: &[Lanes]) -> [Lanes; N] {
     let rows = rows.map(|row| &row[..block.len()]);
     let mut sums = [[0.0; LANES]; N];

@@ -322,6 +322,7 @@ struct Tile {
     keys: Vec<Lanes>,
     /// `[Dh / LANES][TILE]`: one lane per element.
     values: Vec<Lanes>,
+    /// `[Dh]` of one token.
     row: Vec<f32>,
 }
 
@@ -331,7 +332,7 @@ impl Tile {
             len: 0,
             keys: vec![[0.0; LANES]; TILE / LANES * head_dim],
             values: vec![[0.0; LANES]; head_dim / LANES * TILE],
-            row: vec![0.0; head_dim.max(TILE)],
+            row: vec![0.0; head_dim],
         }
     }
 
@@ -348,20 +349,23 @@ impl Tile {
         if keys.strides()[0] == 1 {
             // dim-major: the tokens of one element are adjacent
             let by_element = keys.transposed();
-            let row = &mut self.row[..offsets.len()];
             for element in 0..head_dim {
-                by_element.at(element).load_f32(offsets.start, row);
-                for (i, &x) in row.iter().enumerate() {
-                    let token = first + i;
-                    self.keys[token / LANES * head_dim + element][token % LANES] = x;
+                let tokens_of_element = by_element.at(element);
+                let mut done = 0;
+                while done < offsets.len() {
+                    let token = first + done;
+                    let block = &mut self.keys[token / LANES * head_dim + element];
+                    let len = (LANES - token % LANES).min(offsets.len() - done);
+                    let lanes = &mut block[token % LANES..][..len];
+                    tokens_of_element.load_f32(offsets.start + done, lanes);
+                    done += len;
                 }
             }
         } else {
             for (token, offset) in (first..).zip(offsets) {
-                let row = &mut self.row[..head_dim];
-                keys.at(offset).load_f32(0, row);
+                keys.at(offset).load_f32(0, &mut self.row);
                 let block = &mut self.keys[token / LANES * head_dim..][..head_dim];
-                for (lanes, &x) in block.iter_mut().zip(&*row) {
+                for (lanes, &x) in block.iter_mut().zip(&self.row) {
                     lanes[token % LANES] = x;
                 }
             }
@@ -369,10 +373,9 @@ impl Tile {
     }
 
     fn load_values(&mut self, first: usize, values: TensorRef, offsets: Range<usize>) {
-        let row = &mut self.row[..values.shape()[1]];
         for (token, offset) in (first..).zip(offsets) {
-            values.at(offset).load_f32(0, row);
-            for (lanes, x) in self.values.chunks_exact_mut(TILE).zip(row.chunks_exact(LANES)) {
+            values.at(offset).load_f32(0, &mut self.row);
+            for (lanes, x) in self.values.chunks_exact_mut(TILE).zip(self.row.chunks_exact(LANES)) {
                 lanes[token].copy_from_slice(x);
             }
         }

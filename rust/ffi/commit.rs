@@ -16,7 +16,7 @@ use crate::error::{Result, bail};
 /// stash in f32, token by token: `S = e^g S; u = beta * (v - S^T k); S += k u^T`. In each
 /// attention layer the KV row of the j-th accepted node moves to the row of node j.
 ///
-/// Shapes: see ddt_commit_params and ddt_gdn_layer; the stash may have more rows than the batch.
+/// Shapes: see ddt_commit_params, ddt_gdn_layer and ddt_kv_layer.
 ///
 /// Writes: the states of each request's slot, and of its snapshot slot if it has one; the KV rows
 /// that move. A request is skipped if num_nodes is 0 or num_accepted is -1, and by a recurrent
@@ -121,9 +121,11 @@ unsafe fn kv_layer<'a>(layer: &ddt_kv_layer, num_rows: usize) -> Result<CommitKv
     }
 }
 
-/// Bytes of workspace that ddt_commit needs with these parameters; 0 on the CPU.
+/// Bytes of workspace that ddt_commit needs for these parameters; 0 on the CPU.
 ///
-/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+/// Writes: `*out`.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_commit_workspace_size(
@@ -134,10 +136,6 @@ pub unsafe extern "C" fn ddt_commit_workspace_size(
     guard("commit_workspace_size", || {
         context::check(context)?;
         // SAFETY: the caller vouches for `params` and `out`.
-        unsafe {
-            ptr::versioned(params, "params")?;
-            ptr::output(out, 1, "out")?.write(0, 0);
-        }
-        Ok(())
+        unsafe { ptr::no_workspace(params, out) }
     })
 }

@@ -62,9 +62,11 @@ pub unsafe extern "C" fn ddt_tree_attention(
     })
 }
 
-/// Bytes of workspace that ddt_tree_attention needs with these parameters; 0 on the CPU.
+/// Bytes of workspace that ddt_tree_attention needs for these parameters; 0 on the CPU.
 ///
-/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+/// Writes: `*out`.
+///
+/// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_tree_attention_workspace_size(
@@ -75,10 +77,6 @@ pub unsafe extern "C" fn ddt_tree_attention_workspace_size(
     guard("tree_attention_workspace_size", || {
         context::check(context)?;
         // SAFETY: the caller vouches for `params` and `out`.
-        unsafe {
-            ptr::versioned(params, "params")?;
-            ptr::output(out, 1, "out")?.write(0, 0);
-        }
-        Ok(())
+        unsafe { ptr::no_workspace(params, out) }
     })
 }

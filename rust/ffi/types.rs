@@ -258,9 +258,9 @@ pub struct ddt_gdn_layer {
     pub conv_state: ddt_tensor,
     /// `[slots,Hv,128,128]` f32, value dimension before key dimension.
     pub ssm_state: ddt_tensor,
-    /// `[T,C]` conv inputs of each row, dtype of mixed_qkv.
+    /// `[T,C]`, or more rows: conv inputs of each row, dtype of mixed_qkv.
     pub stash_qkv: ddt_tensor,
-    /// `[T,2,Hv]` f32: log decay, then beta, of each row.
+    /// `[T,2,Hv]`, or more rows: f32 log decay, then beta, of each row.
     pub stash_gates: ddt_tensor,
     /// `[R]` slot of each request in conv_state and ssm_state, negative = padding request.
     pub state_slots: *const i32,

@@ -3,4 +3,8 @@
 #![allow(dead_code)]
 
 pub mod buffers;
+pub mod gdn;
+pub mod numbers;
 pub mod reference;
+pub mod tensor;
+pub mod trees;
