@@ -106,9 +106,9 @@ typedef struct ddt_gdn_layer {
   struct ddt_tensor conv_state;
   // `[slots,Hv,128,128]` f32, value dimension before key dimension.
   struct ddt_tensor ssm_state;
-  // `[T,C]` conv inputs of each row, dtype of mixed_qkv.
+  // `[T,C]`, or more rows: conv inputs of each row, dtype of mixed_qkv.
   struct ddt_tensor stash_qkv;
-  // `[T,2,Hv]` f32: log decay, then beta, of each row.
+  // `[T,2,Hv]`, or more rows: f32 log decay, then beta, of each row.
   struct ddt_tensor stash_gates;
   // `[R]` slot of each request in conv_state and ssm_state, negative = padding request.
   const int32_t *state_slots;
@@ -457,7 +457,7 @@ extern "C" {
 // stash in f32, token by token: `S = e^g S; u = beta * (v - S^T k); S += k u^T`. In each
 // attention layer the KV row of the j-th accepted node moves to the row of node j.
 //
-// Shapes: see ddt_commit_params and ddt_gdn_layer; the stash may have more rows than the batch.
+// Shapes: see ddt_commit_params, ddt_gdn_layer and ddt_kv_layer.
 //
 // Writes: the states of each request's slot, and of its snapshot slot if it has one; the KV rows
 // that move. A request is skipped if num_nodes is 0 or num_accepted is -1, and by a recurrent
@@ -472,9 +472,11 @@ ddt_status ddt_commit(const struct ddt_context *context,
                       const struct ddt_commit_params *params,
                       void *stream);
 
-// Bytes of workspace that ddt_commit needs with these parameters; 0 on the CPU.
+// Bytes of workspace that ddt_commit needs for these parameters; 0 on the CPU.
 //
-// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+// Writes: `*out`.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
 DDT_NODISCARD
 ddt_status ddt_commit_workspace_size(const struct ddt_context *context,
                                      const struct ddt_commit_params *params,
@@ -519,9 +521,11 @@ ddt_status ddt_gdn_verify(const struct ddt_context *context,
                           const struct ddt_gdn_verify_params *params,
                           void *stream);
 
-// Bytes of workspace that ddt_gdn_verify needs with these parameters; 0 on the CPU.
+// Bytes of workspace that ddt_gdn_verify needs for these parameters; 0 on the CPU.
 //
-// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+// Writes: `*out`.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
 DDT_NODISCARD
 ddt_status ddt_gdn_verify_workspace_size(const struct ddt_context *context,
                                          const struct ddt_gdn_verify_params *params,
@@ -592,9 +596,11 @@ ddt_status ddt_tree_attention(const struct ddt_context *context,
                               const struct ddt_tree_attention_params *params,
                               void *stream);
 
-// Bytes of workspace that ddt_tree_attention needs with these parameters; 0 on the CPU.
+// Bytes of workspace that ddt_tree_attention needs for these parameters; 0 on the CPU.
 //
-// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT.
+// Writes: `*out`.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_UNSUPPORTED.
 DDT_NODISCARD
 ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
                                              const struct ddt_tree_attention_params *params,

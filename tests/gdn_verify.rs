@@ -509,6 +509,15 @@ fn more_nodes_than_a_row_holds_are_refused() {
 }
 
 #[test]
+fn an_empty_batch_is_fine() {
+    let rng = &mut Rng(fresh_seed());
+    let spec = Spec::new(1, 1, DType::F32);
+    let layer = Layer::new(rng, &spec, 0);
+    let mut forward = Forward::new(rng, &spec, vec![], 1, &[]);
+    assert_ok(forward.verify(&Context::new(), &layer));
+}
+
+#[test]
 fn the_cpu_needs_no_workspace() {
     let rng = &mut Rng(1);
     let spec = Spec::new(1, 1, DType::F32);
