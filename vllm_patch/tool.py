@@ -130,6 +130,7 @@ class Series:
     version: str
     base: dict[str, str]  # path -> SHA-256 of the pristine file
     patches: dict[str, list[FilePatch]]  # patch name -> its files, in series order
+    digest: str  # of all patches, in order
 
     def patched(self, pristine: dict[str, bytes]) -> dict[str, bytes]:
         """All touched files after the whole series; checked to compile."""
@@ -159,16 +160,18 @@ def load_series(version: str) -> Series:
     for line in (folder / "base.sha256").read_text().splitlines():
         digest, path = line.split(maxsplit=1)
         base[path] = digest
-    patches = {}
+    patches, everything = {}, b""
     for name in (folder / "series").read_text().split():
+        text = (folder / name).read_bytes()
+        everything += text
         try:
-            patches[name] = parse_patch((folder / name).read_bytes())
+            patches[name] = parse_patch(text)
         except ToolError as exc:
             raise ToolError(f"{version}/{name}: {exc}") from exc
     touched = {patch.path for files in patches.values() for patch in files}
     if touched != set(base):
         raise ToolError(f"{version}: base.sha256 and patches name different files")
-    return Series(version, base, patches)
+    return Series(version, base, patches, sha256(everything))
 
 
 def supported_versions() -> list[str]:
@@ -235,7 +238,7 @@ def find_target(path: str | None) -> Target:
 
 @dataclass
 class Inspection:
-    state: str  # pristine | patched | interrupted | modified | unknown
+    state: str  # pristine | patched | outdated | interrupted | modified | unknown
     detail: str
     series: Series | None = None
     files: dict[str, bytes] | None = None  # current content, when complete
@@ -258,7 +261,10 @@ def inspect(target: Target) -> Inspection:
         elif odd:
             return Inspection("modified", "changed since apply: " + ", ".join(odd))
         elif set(seen.values()) == {"after"} and journal["state"] == "applied":
-            return Inspection("patched", f"series {journal['version']}")
+            version = journal["version"]
+            if version in supported_versions() and journal.get("series") == load_series(version).digest:
+                return Inspection("patched", f"series {version}")
+            return Inspection("outdated", "patched by another version of the series; run revert")
         elif set(seen.values()) != {"before"}:
             return Inspection("interrupted", "an apply or a revert was cut short; run revert")
         elif journal["state"] != "applied":
@@ -360,6 +366,7 @@ def apply(target: Target) -> str:
     journal = {
         "state": "applying",
         "version": found.series.version,
+        "series": found.series.digest,
         "files": {
             path: {"before": sha256(data), "after": sha256(patched[path])}
             for path, data in found.files.items()
@@ -400,7 +407,7 @@ def restore(target: Target, journal: dict) -> None:
 def revert(target: Target) -> str:
     """Restore the pristine tree after an apply, finished or cut short."""
     found = inspect(target)
-    if found.state not in ("patched", "interrupted"):
+    if found.state not in ("patched", "outdated", "interrupted"):
         raise ToolError(refusal(target, found))
     journal = target.journal()
     assert journal is not None
@@ -417,6 +424,7 @@ def refusal(target: Target, found: Inspection) -> str:
     advice = {
         "pristine": "nothing to revert",
         "patched": "already patched; revert first",
+        "outdated": found.detail,
         "interrupted": found.detail,
         "unknown": found.detail,
         "modified": f"{found.detail}; reinstall or check out vLLM",
@@ -457,7 +465,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as exc:
         print(f"tool.py {args.command}: {exc}", file=sys.stderr)
         return 1
-    if args.command == "apply" and not (target.root / "vllm_ddtree").is_dir():
+    if args.command == "apply" and not any(target.root.glob("vllm_ddtree*")):
         print("now install the package that the patch calls: pip install ./vllm_patch")
     return 0
 

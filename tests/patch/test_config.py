@@ -409,12 +409,14 @@ def run_cases(named, version, files, models, folder):
     for name in sorted(MODELS, key=len, reverse=True):
         text = text.replace(f"@{name}", str(models / name))
     overlay = vllm_trees.overlay(folder / "site-packages", version, files)
+    # the tests' own runner settings would decide what the cases are to show
+    own = ("DDTREE_CPU_RUNTIME", "VLLM_USE_V2_MODEL_RUNNER")
     done = subprocess.run(
         [sys.executable, HERE / "engine_config.py"],
         input=text,
         capture_output=True,
         text=True,
-        env=os.environ
+        env={name: value for name, value in os.environ.items() if name not in own}
         | {
             "PYTHONPATH": f"{overlay}:{vllm_trees.PATCH}",
             # vLLM inspects a model class in a process of its own, once per cache

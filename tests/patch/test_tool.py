@@ -112,6 +112,22 @@ def test_refuses_a_patched_tree(tool, capsys, tree):
     assert snapshot(tree) == before
 
 
+def test_a_changed_series_is_noticed(tool, capsys, monkeypatch, tmp_path, tree, version):
+    before = snapshot(tree)
+    run(tool, capsys, "apply", tree)
+    shutil.copytree(PATCH / "patches", tmp_path / "patches")
+    patch = tmp_path / "patches" / version / "select_tree_speculator.patch"
+    patch.write_text("Another header\n" + patch.read_text())
+    monkeypatch.setattr(tool, "PATCHES", tmp_path / "patches")
+    assert ": outdated; " in run(tool, capsys, "status", tree)[1]
+    for command in ("apply", "check"):
+        code, text = run(tool, capsys, command, tree)
+        assert code == 1 and "another version of the series; run revert" in text
+    assert run(tool, capsys, "revert", tree)[0] == 0
+    assert snapshot(tree) == before
+    assert run(tool, capsys, "apply", tree)[0] == 0
+
+
 @pytest.mark.parametrize("command", ["apply", "check", "revert"])
 def test_refuses_a_foreign_change(tool, capsys, tree, command):
     (tree / SPEC).write_text((tree / SPEC).read_text() + "\n# local\n")
