@@ -70,8 +70,9 @@ class RequestParams:
                     ", ".join(reasons),
                 )
             chain = self.chain_only or bool(reasons) or self._wants_chain(params)
-            if not params.ignore_eos:
-                stops = sorted(params.all_stop_token_ids)[:MAX_STOP_TOKENS]
+            # What ends the request: ignore_eos ignores the end of text alone.
+            stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
+            stops = sorted(stops)[:MAX_STOP_TOKENS]
             # Output token i (from 0) has position prompt_len + i; stop tokens
             # are masked while fewer than min_tokens tokens precede them.
             min_stop_position = prompt_len + params.min_tokens
