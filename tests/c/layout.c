@@ -42,5 +42,22 @@ AT(ddt_tree_accept_params, logits, 24);
 AT(ddt_tree_accept_params, workspace, 136);
 SIZE(ddt_tree_accept_params, 152);
 
+AT(ddt_tree_attention_params, prefix_rows, 344);
+AT(ddt_tree_attention_params, softmax_scale, 360);
+AT(ddt_tree_attention_params, workspace, 448);
+SIZE(ddt_tree_attention_params, 464);
+
+AT(ddt_gdn_layer, state_slots, 480);
+SIZE(ddt_gdn_layer, 496);
+AT(ddt_gdn_verify_params, query_start, 904);
+AT(ddt_gdn_verify_params, workspace, 1008);
+SIZE(ddt_gdn_verify_params, 1024);
+
+AT(ddt_kv_layer, row_slots, 160);
+SIZE(ddt_kv_layer, 168);
+AT(ddt_commit_params, snapshot_tokens, 64);
+AT(ddt_commit_params, workspace, 80);
+SIZE(ddt_commit_params, 96);
+
 uint32_t abi_version_of_another_unit(void);
 uint32_t abi_version_of_another_unit(void) { return ddt_abi_version(); }
