@@ -33,7 +33,11 @@ class Backend:
 triton.backends.backends["cpu"] = Backend
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+# vLLM looks at a model class in a process of its own, to keep CUDA out of this one
+registry._run_in_subprocess = lambda function: function()
 
 
 def engine_config(args, env=(), fakes=()):

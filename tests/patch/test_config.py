@@ -419,8 +419,7 @@ def run_cases(named, version, files, models, folder):
         env={name: value for name, value in os.environ.items() if name not in own}
         | {
             "PYTHONPATH": f"{overlay}:{vllm_trees.PATCH}",
-            # vLLM inspects a model class in a process of its own, once per cache
-            "VLLM_CACHE_ROOT": str(vllm_trees.CACHE / f"cache-{version}"),
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
