@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -43,9 +44,15 @@ def bold(text):
 def fail(text, log=None):
     print(f"demo: {text}", file=sys.stderr)
     if log is not None and log.exists():
+        lines = log.read_text(errors="replace").splitlines()
         print(f"The end of {log.relative_to(ROOT)}:", file=sys.stderr)
-        for line in log.read_text(errors="replace").splitlines()[-40:]:
+        for line in lines[-25:]:
             print(f"    {line}", file=sys.stderr)
+        # the servers' processes report each other's ends, so the cause is not at the end
+        causes = (re.search(r"\b\w+(Error|Exception): .+", line) for line in lines)
+        cause = next((found[0] for found in causes if found), None)
+        if cause:
+            print(f"The first error in it:\n    {cause}", file=sys.stderr)
     sys.exit(1)
 
 
@@ -232,7 +239,7 @@ def compare(base, other):
 
 
 def draw_tree(server, max_lines=40):
-    """The round that shows most: the longest accepted path, best where it leaves the most likely branch."""
+    """The round that shows most: a long, varied accepted path, best where it leaves the most likely branch."""
     if not server.trace.exists():
         fail("the server wrote no trace of its trees", server.log)
     rounds = [json.loads(line) for line in server.trace.read_text().splitlines()]
@@ -242,8 +249,8 @@ def draw_tree(server, max_lines=40):
 
     def interest(r):
         # in depth-first order the most likely branch is rows 1, 2, ...: an accepted row further on is a turn
-        turns = sum(1 for depth, node in enumerate(r["accepted"], 1) if node != depth)
-        return (min(turns, 1), len(r["accepted"]))
+        turns = any(node != depth for depth, node in enumerate(r["accepted"], 1))
+        return turns, len({r["tokens"][node] for node in r["accepted"]})
 
     chosen = max(rounds, key=interest)
     tokens, parents, accepted = chosen["tokens"], chosen["parents"], set(chosen["accepted"]) | {0}
