@@ -223,33 +223,23 @@ fn state_error<T: Real>(layer: &Layer, slot: usize, decoder: &Decoder<T>) -> f64
 #[test]
 fn states_do_not_drift_from_plain_decoding_over_200_rounds() {
     let rng = &mut Rng(fresh_seed());
-    // from hardly any decay, which forgets no error, to a strong one
-    for a in [(-12.0, -8.0), (-4.0, 2.0)] {
-        let spec = Spec { a, ..Spec::new(1, 1, DType::F32) };
-        let mut session = Session::<f64>::new(rng, spec);
+    let f32_spec = Spec::new(1, 1, DType::F32);
+    for spec in [
+        // hardly any decay, which forgets no error
+        Spec { a: (-12.0, -8.0), ..f32_spec.clone() },
+        f32_spec,
+        Spec { strided: true, ..Spec::new(1, 1, DType::BF16) },
+    ] {
+        let mut session = Session::<f64>::new(rng, spec.clone());
         let mut largest = 0.0f64;
         for _ in 0..200 {
             session.round(rng, &mut |layer, slot, decoder| {
                 let error = state_error(layer, slot, decoder);
-                assert!(error <= 5e-6, "slot {slot}: {error:e}");
+                assert!(error <= 1e-5, "slot {slot}: {error:e} with {spec:?}");
                 largest = largest.max(error);
             });
         }
-        println!("{a:?}: {largest:e}");
-    }
-}
-
-#[test]
-fn narrow_states_stay_near_plain_decoding_over_200_rounds() {
-    let rng = &mut Rng(fresh_seed());
-    let spec = Spec { strided: true, ..Spec::new(1, 1, DType::BF16) };
-    let mut session = Session::<f64>::new(rng, spec);
-    for _ in 0..200 {
-        session.round(rng, &mut |layer, slot, decoder| {
-            // f64 and f32 sometimes round an element of k or v to different bf16 neighbours
-            let error = state_error(layer, slot, decoder);
-            assert!(error <= 5e-3, "slot {slot}: {error:e}");
-        });
+        println!("a in {:?}, {}: {largest:e}", spec.a, spec.dtype.name());
     }
 }
 

@@ -108,17 +108,16 @@ proptest! {
         prop_assert!(error <= 1e-5, "{error:e} of {spec:?}");
     }
 
-    /// The recurrence runs on the same rounded inputs, so what is left is an element of q, k or v
-    /// that f32 and f64 round to different neighbours: one step of the input dtype in one of 128.
+    /// q, k and v are rounded in the reference as well, so the bound is that of f32.
     #[test]
     fn narrow_inputs_match_the_recurrence(seed: u64, is_f16: bool) {
         let rng = &mut Rng(seed);
-        let (dtype, bound) = if is_f16 { (DType::F16, 1e-3) } else { (DType::BF16, 5e-3) };
+        let dtype = if is_f16 { DType::F16 } else { DType::BF16 };
         let spec = random_spec(rng, dtype);
         let (layer, mut forward) = mixed_batch(rng, &spec);
         assert_ok(forward.verify(&Context::new(), &layer));
         let error = largest_error(&layer, &forward);
-        prop_assert!(error <= bound, "{error:e} of {spec:?}");
+        prop_assert!(error <= 1e-5, "{error:e} of {spec:?}");
     }
 }
 
@@ -172,7 +171,7 @@ fn saturated_decay_matches_the_recurrence() {
         let decays: Vec<f64> = (0..forward.num_rows())
             .map(|row| gates_of::<f64>(&layer, forward.gate_inputs(row, 0), 0).0)
             .collect();
-        assert!(decays.iter().any(|&g| g < -30.0) && decays.iter().any(|&g| g > -1e-3), "{decays:?}");
+        assert!(decays.iter().any(|&g| g < -20.0) && decays.iter().any(|&g| g > -1e-3), "{decays:?}");
         let error = largest_error(&layer, &forward);
         println!("{error:e}");
         assert!(error <= 1e-5, "{error:e}");

@@ -550,7 +550,8 @@ fn a_bad_call_is_refused_and_writes_nothing() {
     let spec = Spec { num_kv_heads: 2, group: 1, ..Spec::new(32) };
     let requests = vec![
         Request { tree: trees::star(5), prefix_rows: 1, idle_rows: 2, context: 20 },
-        Request { tree: trees::chain(3), prefix_rows: 0, idle_rows: 0, context: 70 },
+        // the last node lies in a block of its own
+        Request { tree: trees::chain(3), prefix_rows: 0, idle_rows: 0, context: 78 },
     ];
     let mut call = Call::new(rng, &spec, requests);
     let before = call.clone();
@@ -582,7 +583,7 @@ fn a_bad_call_is_refused_and_writes_nothing() {
     refuse("seq_lens[0]", |call| call.seq_lens[0] = 7);
     refuse("seq_lens[1]", |call| call.seq_lens[1] = i32::MAX);
     refuse("seq_lens[1]", |call| call.seq_lens[1] = -1);
-    refuse("block_table[1][4]", |call| call.block_table.set(&[1, 4], -1.0));
+    refuse("block_table[1][5]", |call| call.block_table.set(&[1, 5], -1.0));
     refuse("block_table[1][0]", |call| call.block_table.set(&[1, 0], 1e9));
     let no_bits: fn(&mut Call) = |call| {
         let words = call.batch.max_nodes.div_ceil(32);

@@ -101,7 +101,11 @@ impl Layer {
             conv_state.set(&index, round(spec.dtype, conv_state.get(&index)));
         }
         let ssm_state = random(&[spec.num_slots, spec.num_v, DIM, DIM], DType::F32, 0.5);
-        let a_log = random(&[spec.num_v], DType::F32, 0.5);
+        let mut a_log = random(&[spec.num_v], DType::F32, 1.0);
+        for head in 0..spec.num_v {
+            // decay rates from 0.6 to 4.5
+            a_log.set(&[head], a_log.get(&[head]).clamp(-0.5, 1.5));
+        }
         let dt_bias = random(&[spec.num_v], spec.dtype, 0.5);
         Self {
             spec: spec.clone(),
@@ -294,13 +298,12 @@ impl<T: Real> Decoder<T> {
         let one = T::of(1.0);
         let convolved: Vec<T> = (0..spec.channels())
             .map(|c| {
-                let mut sum = T::of(layer.conv_bias.as_ref().map_or(0.0, |bias| bias.get(&[c])));
-                for tap in 0..4 {
-                    let x = if tap < 3 { self.window[tap][c] } else { raw[c] };
-                    sum += T::of(layer.conv_weight.get(&[c, tap])) * x;
+                let taps = [self.window[0][c], self.window[1][c], self.window[2][c], raw[c]].map(T::wide);
+                match spec.dtype {
+                    DType::F32 => convolve(layer, c, taps),
+                    // what is rounded is the f32 value, by definition
+                    dtype => T::of(round(dtype, convolve::<f32>(layer, c, taps).wide())),
                 }
-                let silu = sum / (one + (-sum).exp());
-                T::of(round(spec.dtype, silu.wide()))
             })
             .collect();
         self.window.rotate_left(1);
@@ -340,6 +343,15 @@ impl<T: Real> Decoder<T> {
         }
         outs
     }
+}
+
+/// `silu(bias + sum of taps)` of one channel, taps oldest first.
+fn convolve<T: Real>(layer: &Layer, channel: usize, taps: [f64; 4]) -> T {
+    let mut sum = T::of(layer.conv_bias.as_ref().map_or(0.0, |bias| bias.get(&[channel])));
+    for (tap, x) in taps.into_iter().enumerate() {
+        sum += T::of(layer.conv_weight.get(&[channel, tap])) * T::of(x);
+    }
+    sum / (T::of(1.0) + (-sum).exp())
 }
 
 /// Log decay and beta of one head.
