@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 MODELS = Path(__file__).resolve().parents[1] / "models"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 # One bf16 step at the size of these logits: a smaller margin is undecidable.
@@ -21,10 +23,13 @@ FULL = os.environ.get("DDTREE_TEST_FULL") == "1"
 @dataclass(frozen=True)
 class Output:
     token_ids: tuple[int, ...]
-    # Margin of each token over the runner-up, after filters and noise.
+    # Margin of each token over the runner-up, see _Margins.
     margins: tuple[float, ...]
     finish_reason: str | None
     logprobs: list[dict[int, float]] | None = None
+    text: str = ""
+    # Of the prompt's tokens, of whose first there is none.
+    prompt_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass
@@ -53,7 +58,8 @@ def prompts(count: int, first: int = 0) -> list[list[int]]:
 
 
 class _Margins:
-    """Records, per (seed, position), by how much the sampled token beat the rest.
+    """Records, per (seed, position), by how much the sampled token beat the rest,
+    after filters and noise, in units of the logits before temperature.
 
     Asks vLLM's own sampling kernel twice, the second time without the winner."""
 
@@ -88,11 +94,19 @@ class _Margins:
             token, first = best(logits, idx, temperature, seed, pos, *args, **kwargs)
             rest = logits.float().scatter(1, token[:, None], float("-inf"))
             _, second = best(rest, idx, temperature, seed, pos, *args, **kwargs)
-            for i, margin in enumerate((first - second).tolist()):
+            scale = torch.where(temperature[idx] > 0, temperature[idx], 1.0)
+            margins = (first - second) * scale
+            for i, margin in enumerate(margins.tolist()):
                 self.by_key[int(seed[idx[i]]), int(pos[i])] = margin
             return token
 
         return recording
+
+
+def _plain_logprobs(positions: Any) -> list[dict[int, float]] | None:
+    if positions is None:
+        return None
+    return [{token: e.logprob for token, e in entries.items()} for entries in positions]
 
 
 class Engine:
@@ -141,6 +155,17 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner
 
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def metric(self, name: str) -> Any:
+        """The value of vLLM's own counter, or its values, by name without "vllm:"."""
+        for m in self.llm.get_metrics():
+            if m.name == f"vllm:{name}":
+                return m.values if hasattr(m, "values") else m.value
+        raise KeyError(name)
+
     def _counters(self) -> dict[str, Any]:
         prefix = "vllm:spec_decode_num_"
         return {
@@ -177,19 +202,20 @@ class Engine:
             for choice in result.outputs:
                 margins = ()
                 if self._margins is not None:
+                    # vLLM gives the samples of a request successive seeds.
                     margins = tuple(
-                        self._margins.by_key[p.seed, len(ids) + j - 1]
+                        self._margins.by_key[p.seed + choice.index, len(ids) + j - 1]
                         for j in range(len(choice.token_ids))
                     )
-                logprobs = None
-                if choice.logprobs is not None:
-                    logprobs = [
-                        {token: entry.logprob for token, entry in position.items()}
-                        for position in choice.logprobs
-                    ]
+                logprobs = _plain_logprobs(choice.logprobs)
                 outputs.append(
                     Output(
-                        tuple(choice.token_ids), margins, choice.finish_reason, logprobs
+                        tuple(choice.token_ids),
+                        margins,
+                        choice.finish_reason,
+                        logprobs,
+                        choice.text,
+                        _plain_logprobs((result.prompt_logprobs or [])[1:] or None),
                     )
                 )
         run = Run(outputs)

@@ -41,8 +41,9 @@ def boot(mode=None):
     # with V2 demanded, vLLM refuses to start without Triton; by default it would fall back to V1
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     try:
-        from . import interpreter
+        from . import interpreter, vllm_fixes
 
+        vllm_fixes.install()
         interpreter.register_backend()
         interpreter.replace_top_k_top_p()
         if mode == "fast":

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees give the text of no speculation, in fewer rounds than chains, and exactly
+as few as an independent loop over the same weights says."""
+
+from functools import cache
+
+import pytest
+from engine import DRAFTER, FULL, TARGET, Engine, Run, assert_same_text, prompts
+from reference_loop import ReferenceLoop
+
+NUM_PROMPTS, MAX_TOKENS = (64, 64) if FULL else (12, 32)
+HORIZON = 15
+BUDGETS = (7, 15, 31, 63)
+# CI runs one budget more than once; the full tier runs all combinations.
+SAMPLING = {
+    "T0.7": {"temperature": 0.7},
+    "T1.0": {"temperature": 1.0},
+    "T1.0-top_k": {"temperature": 1.0, "top_k": 20},
+    "T0.7-top_p": {"temperature": 0.7, "top_p": 0.9},
+}
+CASES = {"greedy": {"temperature": 0.0}, **SAMPLING}
+CHAIN = {"extra_args": {"ddtree_shape": "chain"}}
+
+
+@cache
+def held_out() -> list[list[int]]:
+    return prompts(NUM_PROMPTS)
+
+
+@cache
+def baseline(max_num_seqs: int) -> dict[str, Run]:
+    """No speculation, with margins; longer than the rest, so that the last round
+    of another run can be checked too."""
+    with Engine(margins=True, max_num_seqs=max_num_seqs) as engine:
+        return {
+            name: engine.generate(
+                held_out(), {"max_tokens": MAX_TOKENS + HORIZON + 1, **case}
+            )
+            for name, case in CASES.items()
+        }
+
+
+def first_tokens(run: Run, count: int) -> Run:
+    cut = [
+        type(o)(o.token_ids[:count], o.margins[:count], o.finish_reason)
+        for o in run.outputs
+    ]
+    return Run(cut)
+
+
+@cache
+def accepted_counts(kind: str, budget: int, max_num_seqs: int = 4) -> tuple[Run, tuple]:
+    """A greedy run and what each request's rounds accepted.
+
+    kind: "tree", "chain" (a tree shaped as one) or "stock" (vLLM's DFlash)."""
+    if kind == "stock":
+        spec = {"method": "dflash", "num_speculative_tokens": budget}
+        with Engine(spec, max_num_seqs=max_num_seqs) as engine:
+            run = engine.generate(
+                held_out(), {"max_tokens": MAX_TOKENS, **CASES["greedy"]}
+            )
+        return run, ()
+    from vllm_ddtree import trace
+
+    counts: dict[str, list[int]] = {}
+
+    def record(step, output_tokens):
+        for request, accepted in zip(
+            step.req_ids, step.num_accepted.tolist(), strict=True
+        ):
+            counts.setdefault(request, []).append(accepted)
+
+    stock, trace.record = trace.record, record
+    try:
+        spec = {"method": "ddtree", "tree_budget": budget}
+        shape = CHAIN if kind == "chain" else {}
+        with Engine(spec, max_num_seqs=max_num_seqs) as engine:
+            run = engine.generate(
+                held_out(), {"max_tokens": MAX_TOKENS, **CASES["greedy"], **shape}
+            )
+    finally:
+        trace.record = stock
+    in_order = sorted(counts, key=lambda name: int(name.split("-")[0]))
+    return run, tuple(tuple(counts[name]) for name in in_order)
+
+
+@pytest.mark.parametrize("max_num_seqs", (1, 4))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_greedy_text_is_that_of_no_speculation(budget, max_num_seqs):
+    if not FULL and max_num_seqs == 1 and budget != 31:
+        pytest.skip("the full tier runs every budget at batch 1")
+    run, _ = accepted_counts("tree", budget, max_num_seqs)
+    base = first_tokens(baseline(max_num_seqs)["greedy"], MAX_TOKENS)
+    near_ties = assert_same_text(base, run, f"budget {budget}, batch {max_num_seqs}")
+    assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"
+    print(f"budget {budget}, batch {max_num_seqs}: {run.tokens_per_round:.3f} tokens per round")
+
+
+@pytest.mark.parametrize("case", SAMPLING)
+def test_seeded_text_is_that_of_no_speculation(case):
+    budgets = BUDGETS if FULL else (15,)
+    base = first_tokens(baseline(4)[case], MAX_TOKENS)
+    for budget in budgets:
+        run = sampled(budget)[case]
+        assert_same_text(base, run, f"{case}, budget {budget}")
+        print(f"{case}, budget {budget}: {run.tokens_per_round:.3f} tokens per round")
+
+
+@cache
+def sampled(budget: int) -> dict[str, Run]:
+    with Engine({"method": "ddtree", "tree_budget": budget}) as engine:
+        return {
+            name: engine.generate(held_out(), {"max_tokens": MAX_TOKENS, **case})
+            for name, case in SAMPLING.items()
+        }
+
+
+def test_chain_shaped_tree_equals_the_stock_chain():
+    """Token for token, and round for round: equal text alone would also come from
+    a drafter that is given the wrong context."""
+    tree, _ = accepted_counts("chain", HORIZON)
+    stock, _ = accepted_counts("stock", HORIZON)
+    base = first_tokens(baseline(4)["greedy"], MAX_TOKENS)
+    assert_same_text(base, tree, "tree-shaped chain")
+    assert_same_text(base, stock, "stock chain")
+    # One drafted token may differ where the drafter's own logits tie.
+    assert tree.accepted == pytest.approx(stock.accepted, rel=0.02)
+    assert tree.rounds == pytest.approx(stock.rounds, rel=0.02)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_tree_accepts_more_than_the_chain(budget):
+    tree, _ = accepted_counts("tree", budget)
+    horizon = min(budget, HORIZON)
+    chain, _ = accepted_counts("stock", horizon)
+    print(
+        f"tokens per round: budget {budget} {tree.tokens_per_round:.3f}, "
+        f"chain of {horizon} {chain.tokens_per_round:.3f}"
+    )
+    assert tree.tokens_per_round >= chain.tokens_per_round
+
+
+@pytest.mark.parametrize("kind, budget", [("chain", HORIZON), *(("tree", b) for b in BUDGETS)])
+def test_rounds_equal_the_reference_loop(kind, budget):
+    """Within 2 %: the loop runs in float32, vLLM in bfloat16."""
+    loop = ReferenceLoop(TARGET, DRAFTER)
+    run, counts = accepted_counts(kind, budget)
+    base = baseline(4)["greedy"]
+    ours = reference = rounds = 0
+    for prompt, want, got, accepted in zip(
+        held_out(), base.outputs, run.outputs, counts, strict=True
+    ):
+        if want.token_ids[:MAX_TOKENS] != got.token_ids:
+            continue  # a near tie: another text has other rounds
+        expected = loop.rounds(
+            prompt,
+            list(want.token_ids),
+            MAX_TOKENS,
+            None if kind == "chain" else budget,
+            min(budget, HORIZON),
+        )
+        ours += sum(accepted) / len(accepted)
+        reference += sum(expected) / len(expected)
+        rounds += 1
+    assert rounds >= NUM_PROMPTS // 2
+    print(f"{kind} {budget}: accepted per round {ours / rounds:.3f}, loop {reference / rounds:.3f}")
+    assert 1 + ours / rounds == pytest.approx(1 + reference / rounds, rel=0.02)
