@@ -174,8 +174,9 @@ step_test() {
         status=0
         run_stage "$stage" </dev/null 2>&1 | tee "$log" || status=$?
         read -r -a counts < <(count_tests "$log")
-        # a stage that dies before its closing line has failed too
+        # a stage that does not count its tests is one test; one that dies before its closing line has failed too
         if [[ $status != 0 && ${counts[1]} == 0 ]]; then counts[1]=1; fi
+        if [[ $status == 0 && ${counts[*]} == '0 0 0' ]]; then counts[0]=1; fi
         passed=$((passed + counts[0]))
         failed=$((failed + counts[1]))
         skipped=$((skipped + counts[2]))
