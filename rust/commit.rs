@@ -227,6 +227,9 @@ impl<'a> Replay<'a> {
     }
 
     fn run(&self, layer: &mut CommitGdnLayer, norm_eps: f32) {
+        if self.requests.is_empty() {
+            return;
+        }
         let heads = self.heads;
         let conv = Conv::new(&layer.conv_weight, layer.conv_bias.as_ref(), layer.stash_qkv.dtype());
         let mut inputs = Inputs::new(heads.channels());
