@@ -94,8 +94,9 @@ class RequestParams:
         if requested is None:
             return self.tree_budget
         try:
-            budget = int(requested)
-        except (TypeError, ValueError):
+            # Whatever a client can put into JSON, 1e400 and true included.
+            budget = int(str(requested))
+        except ValueError:
             budget = -1
         if not 0 <= budget <= self.tree_budget:
             logger.warning(
