@@ -62,8 +62,8 @@ def _first_existing(candidates: tuple[Path, ...], what: str) -> Path:
             return path
     looked = ", ".join(str(path) for path in candidates)
     raise LibraryError(
-        f"{what} not found (looked at {looked}): build it with "
-        "`cargo build --release`, or set DDTREE_LIBRARY to libddtree.so"
+        f"{what} not found (looked at {looked}): run `cargo build --release` in a "
+        "checkout of ddtree and set DDTREE_LIBRARY to its target/release/libddtree.so"
     )
 
 
@@ -73,12 +73,20 @@ class Library:
     def __init__(self) -> None:
         override = os.environ.get("DDTREE_LIBRARY")
         path = (
-            Path(override)
+            Path(override).absolute()
             if override
             else _first_existing(_LIBRARY_CANDIDATES, "libddtree.so")
         )
+        if not path.is_file():
+            raise LibraryError(f"DDTREE_LIBRARY is {path}: there is no such file")
         header = _first_existing(
-            (path.parent / "ddtree.h", *_HEADER_CANDIDATES), "ddtree.h"
+            (
+                path.parent / "ddtree.h",
+                # PREFIX/lib and target/release of a checkout
+                *(folder / "include" / "ddtree.h" for folder in path.parents[1:3]),
+                *_HEADER_CANDIDATES,
+            ),
+            "ddtree.h",
         )
         self.ffi = cffi.FFI()
         self.ffi.cdef(_declarations(header.read_text()))

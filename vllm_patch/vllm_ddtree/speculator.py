@@ -125,7 +125,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         num_reqs = input_batch.num_reqs
         if not dummy_run:
-            self._trees.scatter_to(
-                self.model_state.slot_trees, input_batch.idx_mapping
-            )
+            slot_trees = self.model_state.slot_trees
+            if kwargs.get("num_speculative_tokens") == 0:
+                # vLLM wants no drafts next, and 0.33 does not run the drafter then.
+                slot_trees.num_nodes[input_batch.idx_mapping] = 1
+            else:
+                self._trees.scatter_to(slot_trees, input_batch.idx_mapping)
         return self._drafts[:num_reqs].clone()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.ddtree: schemas, fakes and results against plain PyTorch."""
+
+import pytest
+import torch
+import vllm_ddtree.ops  # noqa: F401  (defines the ops)
+from vllm_ddtree.trees import TreeBatch, TreeShape
+
+VOCAB, HORIZON, NODES = 97, 6, 16
+SHAPE = TreeShape(num_reqs=3, max_nodes=NODES, max_depth=HORIZON)
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def build_args(storage, n=2, caps=(0, 0)):
+    return (
+        torch.randn(n, HORIZON, VOCAB),
+        i32(*range(5, 5 + n)),
+        torch.arange(10, 10 + n),
+        i32(*[NODES - 1] * n),
+        i32(*caps[:n]),
+        torch.full((n, 2), -1, dtype=torch.int32),
+        i32(*[0] * n),
+        storage,
+        SHAPE.num_reqs,
+        SHAPE.max_nodes,
+        SHAPE.max_depth,
+    )
+
+
+def built(caps=(0, 0)):
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    torch.ops.ddtree.tree_build(*build_args(trees.storage, caps=caps))
+    return trees
+
+
+def test_opcheck():
+    """Schema, fake tensors and mutation annotations of an op with all kinds of arguments."""
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    torch.library.opcheck(torch.ops.ddtree.tree_build.default, build_args(trees.storage))
+
+
+def test_storage_holds_every_field():
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    for value, field in enumerate(trees.fields(), start=1):
+        field.fill_(value)
+    for value, field in enumerate(trees.fields(), start=1):
+        assert (field == value).all(), "fields overlap"
+    assert trees.positions.dtype == torch.int64
+
+
+def test_gather_and_scatter_move_whole_requests():
+    trees = built()
+    slots = TreeBatch.zeros(TreeShape(7, NODES, HORIZON), torch.device("cpu"))
+    trees.scatter_to(slots, torch.tensor([4, 1]))
+    back = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    back.storage.fill_(-7)
+    back.gather_from(slots, torch.tensor([4, 1]))
+    for ours, theirs in zip(back.fields(), trees.fields(), strict=True):
+        assert (ours[:2] == theirs[:2]).all()
+    assert back.num_nodes[2] == 0
+
+
+def test_candidate_cap_of_one_is_the_greedy_chain():
+    torch.manual_seed(3)
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    args = build_args(trees.storage, caps=(1, 0))
+    torch.ops.ddtree.tree_build(*args)
+    assert trees.num_nodes[0] == HORIZON + 1
+    assert trees.parents[0, : HORIZON + 1].tolist() == list(range(-1, HORIZON))
+    assert trees.tokens[0, 1 : HORIZON + 1].tolist() == args[0][0].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_sees_ancestors_and_context(dtype):
+    trees = built()
+    heads, kv_heads, dim, block = 4, 2, 64, 48
+    context = 61
+    nodes = int(trees.num_nodes[0])
+    query = torch.randn(nodes, heads, dim).to(dtype)
+    key = torch.randn(3, kv_heads, block, dim).to(dtype)
+    value = torch.randn(3, kv_heads, block, dim).to(dtype)
+    table = i32(2, 0)[None]
+    out = torch.full_like(query, float("nan"))
+    torch.ops.ddtree.tree_attention(
+        query, key, value, table, i32(0, nodes), i32(context + nodes), trees.storage,
+        NODES, HORIZON, SHAPE.num_reqs, dim**-0.5, 0.0, out,
+    )  # fmt: skip
+    total = context + nodes
+    keys, values = (
+        x[table[0].long()].transpose(0, 1).flatten(1, 2)[:, :total].double()
+        for x in (key, value)
+    )
+    mask = torch.zeros(nodes, total, dtype=torch.bool)
+    mask[:, :context] = True
+    for node in range(nodes):
+        ancestor = node
+        while ancestor >= 0:
+            mask[node, context + ancestor] = True
+            ancestor = int(trees.parents[0, ancestor])
+    scores = torch.einsum(
+        "nhd,hkd->nhk", query.double(), keys.repeat_interleave(heads // kv_heads, 0)
+    ) * dim**-0.5
+    scores = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+    want = torch.einsum("nhk,hkd->nhd", scores, values.repeat_interleave(heads // kv_heads, 0))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_accept_follows_sampled_tokens():
+    trees = built()
+    nodes = int(trees.num_nodes[0])
+    # every node samples the token of its first child, leaves sample one that is no child
+    samples = torch.full((nodes,), VOCAB - 1)
+    for node in range(nodes):
+        child = int(trees.first_child[0, node])
+        if child >= 0:
+            samples[node] = trees.tokens[0, child]
+    accepted, path, out = (
+        torch.full((1,), -7, dtype=torch.int32),
+        torch.full((1, HORIZON), -7, dtype=torch.int32),
+        torch.full((1, HORIZON + 1), -7),
+    )
+    torch.ops.ddtree.tree_accept(
+        samples, i32(0, nodes), trees.storage, NODES, HORIZON, SHAPE.num_reqs,
+        accepted, path, out,
+    )  # fmt: skip
+    depth = int(accepted[0])
+    # best child first: the greedy path is the first rows
+    assert path[0].tolist() == [*range(1, depth + 1), *[-1] * (HORIZON - depth)]
+    assert out[0, :depth].tolist() == trees.tokens[0, 1 : depth + 1].tolist()
+    assert out[0, depth] == samples[depth] and (out[0, depth + 1 :] == -1).all()
