@@ -120,12 +120,6 @@ def call_capture_sizes(case):
     return config.compilation_config.cudagraph_capture_sizes
 
 
-def call_block_size(case):
-    config = engine_config(case["args"])
-    config.cache_config.mamba_block_size = case["block_size"]
-    config.validate_block_size()
-
-
 def make_scheduler(config):
     """A real scheduler over one full-attention group; it schedules nothing here."""
     import torch

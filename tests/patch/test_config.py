@@ -311,7 +311,6 @@ STOCK = {
     "capture": {"call": "capture_sizes", "args": CHAIN | {"enforce_eager": False}},
     "shapes": {"call": "state_shapes", "args": CHAIN},
     "slots": {"call": "state_slots", "args": CHAIN},
-    "block": {"call": "block_size", "args": CHAIN, "block_size": 4},
     "metrics": {
         "call": "metrics",
         "args": CHAIN | PER_REQUEST,
@@ -334,13 +333,6 @@ OTHERS = {
         "call": "capture_sizes",
         "args": ddtree(engine={"enforce_eager": False}),
         "max_size": 64,
-    },
-    "block too small": {"call": "block_size", "args": ddtree(), "block_size": 31},
-    "block fits": {"call": "block_size", "args": ddtree(), "block_size": 32},
-    "block unused": {
-        "call": "block_size",
-        "args": engine(enable_prefix_caching=False),
-        "block_size": 31,
     },
     "metrics": {
         "call": "metrics",
@@ -501,9 +493,12 @@ def test_one_recurrent_state_and_a_narrow_window(results):
     assert results["slots"]["value"] == 0
 
 
-def test_state_block_holds_a_tree(results):
-    assert "set --speculative-tree-budget to at most 30" in results["block too small"]["error"]
-    assert results["block fits"] == results["block unused"] == {"value": None}
+def test_state_block_holds_a_tree():
+    from vllm_ddtree import config
+
+    config.verify_state_block(31, 32)
+    with pytest.raises(ValueError, match="set --speculative-tree-budget to at most 30"):
+        config.verify_state_block(31, 31)
 
 
 def test_capture_sizes_are_whole_requests(results):

@@ -2,9 +2,9 @@
 """Turns method "ddtree" into vLLM's "dflash" plus a tree budget, and refuses what cannot work.
 
 The patch calls, in this order: `begin` and `finish` while a SpeculativeConfig is made, `verify`
-once the target's VllmConfig knows its model, `capture_sizes` when CUDA graph sizes are chosen,
-`verify_block_size` when the KV cache block size is final. Everything but the last runs before a
-model loads. Refusals are ValueErrors of one sentence that says what to change.
+once the target's VllmConfig knows its model, `capture_sizes` when CUDA graph sizes are chosen. The
+model state calls `verify_state_block` when the KV cache is laid out; the rest runs before a model
+loads. Refusals are ValueErrors of one sentence that says what to change.
 
 Afterwards `spec.method` is "dflash", `spec.num_speculative_tokens` is the node budget B (so that
 vLLM's scheduler reserves B + 1 rows per request) and `spec.tree_horizon` is the depth K.
@@ -307,18 +307,16 @@ def _verify_batch(cfg: "VllmConfig") -> None:
         )
 
 
-def verify_block_size(vllm_config: "VllmConfig") -> None:
+def verify_state_block(tree_budget: int, block_size: int) -> None:
     """Refuse trees that could cross two recurrent-state blocks in one round.
 
-    The cache manager hands out at most one new state block per request and step.
+    The cache manager hands out at most one new state block per request and step. The final size
+    is known where the KV cache is allocated, and not to vLLM's engine core before.
     """
-    cache, spec = vllm_config.cache_config, vllm_config.speculative_config
-    assert spec is not None and spec.tree_budget is not None
-    block = cache.mamba_block_size
-    if cache.mamba_cache_mode == "align" and block is not None and spec.tree_budget + 1 > block:
+    if tree_budget + 1 > block_size:
         _refuse(
-            f"tree_budget {spec.tree_budget} exceeds the state block of {block} tokens",
-            f"set --speculative-tree-budget to at most {block - 1} or disable prefix caching",
+            f"tree_budget {tree_budget} exceeds the state block of {block_size} tokens",
+            f"set --speculative-tree-budget to at most {block_size - 1} or disable prefix caching",
         )
 
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ddtree import trace
 from vllm_ddtree.attention import TreeKVLayer, find_kv_layers
+from vllm_ddtree.config import verify_state_block
 from vllm_ddtree.gdn import TreeGatedDeltaNet, find_gdn_layers
 from vllm_ddtree.request_params import RequestParams
 from vllm_ddtree.sampler import TreeRejectionSampler
@@ -288,6 +289,9 @@ class TreeStateMixin(ModelState):
         self, kv_cache_config: KVCacheConfig, block_tables: Any
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
+        if getattr(self, "_align_mode", False):
+            _, mamba_spec = self._get_mamba_group_info(kv_cache_config)
+            verify_state_block(self.tree_budget, mamba_spec.block_size)
         self._groups = {
             name: group
             for group, spec in enumerate(kv_cache_config.kv_cache_groups)
