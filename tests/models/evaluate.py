@@ -20,7 +20,7 @@ def chain_rounds(target: nano.Target, drafter: nano.Drafter, prompts: list[list[
     """Greedy speculation with a chain of k tokens. Returns, for each prompt, the number of tokens that each round gave until
     `max_tokens` were generated; the token that the prompt itself yields belongs to no round and does not count."""
     device = next(target.parameters()).device
-    longest = max(map(len, prompts)) + max_tokens + k + 2
+    longest = max(map(len, prompts)) + max_tokens + 2 * k + 2  # a finished row may be a round over, and is drafted for still
     tokens = torch.zeros(len(prompts), longest + -longest % 8, dtype=torch.long, device=device)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)

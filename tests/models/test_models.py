@@ -104,6 +104,36 @@ def test_drafter_sees_nothing_at_or_after_the_anchor(target, drafter, prompts):
         torch.testing.assert_close(alone[:, 0], want[:, i], rtol=1e-3, atol=1e-3)
 
 
+class AllOnes(torch.nn.Module):
+    """A target whose next token is always 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, layer_ids=()):
+        return tokens, None
+
+    def logits(self, hidden):
+        return torch.nn.functional.one_hot(torch.ones_like(hidden), 3)
+
+
+class DraftsRowNumbers:
+    """Drafts token b for prompt b."""
+
+    layer_ids = ()
+
+    def __call__(self, target, anchors, positions, taps, k):
+        rows = torch.arange(len(anchors))[:, None, None].expand(-1, 1, k)
+        return torch.nn.functional.one_hot(rows, 3)
+
+
+def test_chain_rounds_when_the_longest_prompt_is_done_first():
+    k, tokens = 5, 7
+    rounds = evaluate.chain_rounds(AllOnes(), DraftsRowNumbers(), [[2], [2] * 16], k, tokens)
+    assert rounds == [[1] * tokens, [k + 1] * 2]
+
+
 def test_chain_accepts_at_least_two_tokens_a_round(target, drafter, prompts):
     rounds = evaluate.chain_rounds(target, drafter, prompts[::8], k=15, max_tokens=32)
     assert evaluate.tokens_per_round(rounds) >= 2

@@ -2,7 +2,8 @@
 """Trains the nano hybrid target and its DFlash drafter on the standard library's sources. See README.md in this folder.
 
     python3 tests/models/train.py --out DIR --minutes 9     # one GPU
-    python3 tests/models/train.py --out DIR --smoke         # any CPU, under a minute: checks the program, not the models
+    python3 tests/models/train.py --out DIR --smoke         # any CPU, a minute or two: checks the program, not the models
+    python3 tests/models/train.py --out DIR --start DIR     # with the target (and first drafter) that an earlier run left in DIR
 
 Everything runs against the clock, so it always ends in time, and what it has is written to DIR as it goes.
 """
@@ -13,6 +14,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import corpus
 import evaluate
@@ -62,8 +64,8 @@ DRAFTER = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 416,
-    "num_hidden_layers": 3,
-    "layer_types": ["full_attention"] * 3,
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention"] * 5,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 128,
@@ -80,14 +82,25 @@ DRAFTER = {
     "eos_token_id": END,
 }
 
-GPU = dict(sequences=128, length=512, pool_sequences=2048, pool_length=320, blocks=16, draft_sequences=128, prompts=96, max_tokens=64)
-SMOKE = dict(sequences=4, length=128, pool_sequences=8, pool_length=96, blocks=4, draft_sequences=4, prompts=4, max_tokens=8)
+GPU = dict(
+    sequences=128, length=512, pool_sequences=8192, pool_length=256, pool_tokens=24e6, real_sequences=512, blocks=16,
+    draft_sequences=128, prompts=96, max_tokens=64, check_prompts=64,
+)  # fmt: skip
+SMOKE = dict(
+    sequences=4, length=128, pool_sequences=8, pool_length=96, pool_tokens=1e5, real_sequences=4, blocks=4,
+    draft_sequences=4, prompts=4, max_tokens=8, check_prompts=2,
+)  # fmt: skip
 
-# Shares of the time: the target at most, the target's own texts, the drafter's end. The rest is for evaluation and files.
-TARGET_SHARE, POOL_SHARE, END_SHARE = 0.42, 0.09, 0.93
-# The target trains at a constant rate until it no longer gets better on files it does not train on, or until this share of its
-# time is left; then the rate falls to zero over that share.
+# Shares of the time: both models on real text at most, the target's own texts at most, the drafter's end. The rest is for
+# evaluation and files.
+JOINT_SHARE, POOL_SHARE, END_SHARE = 0.36, 0.15, 0.95
+# The first phase trains at a constant rate until the target no longer gets better on files it does not train on, or until this
+# share of its time is left; then the rate falls to zero over that share.
 COOLDOWN = 0.3
+# The drafter's loss beside the target's own in the first phase.
+DRAFT_WEIGHT = 0.5
+# The first anchor in a text, and how soon a row's weight falls off: a draft is worth nothing after its first miss.
+FIRST, FADE = 8, 5.0
 
 
 class Run:
@@ -175,139 +188,201 @@ def mixed_precision(device: str):
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
-def train_target(run: Run, size: dict, streams: dict[str, Tensor], device: str) -> nano.Target:
-    target = nano.Target(TARGET).to(device)
-    target.dropout = 0.1
-    peak = 3e-3
-    optimizer = optimizer_for(target, peak, 0.1)
-    unseen = streams["draft"]
+def draft(drafter: nano.Drafter, target: nano.Target, tokens: Tensor, taps: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts blocks at random places of tokens [B, >= T], taps [B, T, ...]. Returns logits f32 [B, N, K, V], the drafted positions
+    [N, K] and the rows' weights [K]. K is now and then shorter than the block allows: a runtime may ask for fewer tokens."""
+    device = tokens.device
+    horizon = BLOCK - 1 if random.random() < 0.75 else random.randint(1, BLOCK - 2)
+    ahead = torch.arange(1, horizon + 1, device=device)
+    anchors = FIRST + torch.randperm(taps.shape[1] - BLOCK - FIRST, device=device)[:blocks]
+    with mixed_precision(device.type):
+        logits = drafter(target, tokens[:, anchors], anchors, taps, horizon)
+    return logits.float(), anchors[:, None] + ahead, torch.exp(-(ahead - 1) / FADE)
+
+
+def train_together(run: Run, size: dict, streams: dict[str, Tensor], device: str) -> tuple[nano.Target, nano.Drafter]:
+    """Both models learn the real text, as a model and its multi-token prediction head do: the drafter's loss reaches the target
+    too, whose layers then tell more about the tokens to come."""
+    target, drafter = nano.Target(TARGET).to(device), nano.Drafter(DRAFTER).to(device)
+    target.dropout = 0.15
+    both = torch.nn.ModuleList([target, drafter])
+    peak = 2e-3
+    optimizer = optimizer_for(both, peak, 0.2)
+    unseen = streams["check"]
     unseen = unseen[: len(unseen) // size["length"] * size["length"]].view(-1, size["length"])[: 2 * size["sequences"]]
 
-    def loss_of(tokens: Tensor) -> Tensor:
+    def target_loss(tokens: Tensor) -> tuple[Tensor, Tensor]:
         with mixed_precision(device):
-            logits = target.logits(target(tokens)[0][:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            hidden, taps = target(tokens, drafter.layer_ids)
+            logits = target.logits(hidden[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()), taps
+
+    def draft_loss(tokens: Tensor, taps: Tensor) -> Tensor:
+        logits, places, weights = draft(drafter, target, tokens, taps, size["blocks"])
+        wanted = tokens[:, places]
+        losses = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), reduction="none").view(wanted.shape)
+        return (losses * weights).sum(-1).mean() / weights.sum()
 
     @torch.no_grad()
-    def unseen_loss() -> float:
+    def unseen_losses() -> tuple[float, float]:
         target.eval()
-        loss = torch.stack([loss_of(part) for part in unseen.split(size["sequences"])]).mean().item()
+        losses = []
+        for part in unseen.split(size["sequences"]):
+            loss, taps = target_loss(part)
+            losses.append(torch.stack([loss, draft_loss(part, taps)]))
         target.train()
-        return loss
+        return tuple(torch.stack(losses).mean(0).tolist())
 
-    begin, budget = run.elapsed(), run.seconds * TARGET_SHARE
+    begin, budget = run.elapsed(), run.seconds * JOINT_SHARE
     cooldown = budget * COOLDOWN
     cool = begin + budget - cooldown
     steps, best, worse = 0, math.inf, 0
     while (now := run.elapsed()) < cool + cooldown:
         rate = peak * min(1.0, (now - begin) / (0.03 * budget) + 0.01, (cool + cooldown - now) / cooldown)
-        loss = loss_of(windows(streams["train"], size["sequences"], size["length"]))
-        descend(optimizer, target, loss, rate)
+        tokens = windows(streams["train"], size["sequences"], size["length"])
+        loss, taps = target_loss(tokens)
+        descend(optimizer, both, loss + DRAFT_WEIGHT * draft_loss(tokens, taps), rate)
         steps += 1
         if run.due(10):
-            held = unseen_loss()
+            held, drafted = unseen_losses()
             seen = steps * size["sequences"] * size["length"]
             speed = seen / (run.elapsed() - begin)
-            run.say(f"target: step {steps}, loss {loss.item():.3f}, unseen {held:.3f}, {speed / 1e3:.0f}k tokens/s, "
-                    f"{seen / len(streams['train']):.1f} epochs")  # fmt: skip
+            run.say(f"target: step {steps}, loss {loss.item():.3f}, unseen {held:.3f}, drafter unseen {drafted:.3f}, "
+                    f"{speed / 1e3:.0f}k tokens/s, {seen / len(streams['train']):.1f} epochs")  # fmt: skip
             worse = worse + 1 if held > best - 0.002 else 0
             best = min(best, held)
             if worse == 2 and run.elapsed() < cool:
                 cool = run.elapsed()
                 run.say("target: no longer better, cooling down")
-    last = unseen_loss()
+    last = unseen_losses()[0]
     epochs = steps * size["sequences"] * size["length"] / len(streams["train"])
     run.note(target_steps=steps, target_epochs=epochs, target_unseen_loss=last, target_seconds=run.elapsed() - begin)
     run.say(f"target: {steps} steps, {epochs:.1f} epochs, unseen loss {last:.3f}")
     # From here on the target is what the checkpoint holds.
-    target.load_state_dict({k: v.bfloat16().float() for k, v in target.state_dict().items()})
-    return target.eval().requires_grad_(False)
+    round_weights(target)
+    return target.eval().requires_grad_(False), drafter
+
+
+def round_weights(module: torch.nn.Module) -> None:
+    module.load_state_dict({name: x.bfloat16().float() for name, x in module.state_dict().items()})
+
+
+class Texts(NamedTuple):
+    """Texts and what the target made of them: tokens i64 [B, > T], taps [B, T, ...] and hidden states [B, T, H] in bf16."""
+
+    tokens: Tensor
+    taps: Tensor
+    hidden: Tensor
 
 
 @torch.no_grad()
-def generate(target: nano.Target, prompt: Tensor, length: int, temperature: float) -> Tensor:
-    """Continues prompts [B, P] to `length` tokens; temperature 0 is greedy."""
-    cache, tokens, new = target.new_cache(), prompt, prompt
-    while tokens.shape[1] < length:
-        logits = target.logits(target(new, cache=cache)[0][:, -1]).float()
-        if temperature:
-            new = torch.multinomial((logits / temperature).softmax(-1), 1)
-        else:
-            new = logits.argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, new], 1)
-    return tokens
+def generate(target: nano.Target, prompt: Tensor, length: int, sampled: Tensor, layer_ids: list[int]) -> Texts:
+    """Continues prompts [B, P] by `length` - P + 1 tokens: sampled where bool `sampled` [B, length + 1] says so, else greedy."""
+    batch, start = prompt.shape
+    tokens = prompt.new_zeros(batch, length + 1)
+    tokens[:, :start] = prompt
+    taps, hidden = (prompt.new_empty(batch, length, n * HIDDEN, dtype=torch.bfloat16) for n in (len(layer_ids), 1))
+    cache, done = target.new_cache(), 0
+    for end in range(start, length + 1):
+        part = slice(done, end)
+        states, taps[:, part] = target(tokens[:, part], layer_ids, cache)
+        hidden[:, part] = states
+        logits = target.logits(states[:, -1]).float()
+        drawn = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+        tokens[:, end] = torch.where(sampled[:, end], drawn, logits.argmax(-1))
+        done = end
+    return Texts(tokens, taps, hidden)
 
 
-def write_pool(run: Run, target: nano.Target, size: dict, streams: dict[str, Tensor], device: str) -> list[tuple[Tensor, int, bool]]:
-    """The target's own texts: (tokens [B, T], prompt length, greedy). Two of three batches are greedy; prompts come in turn from
-    files that the target trained on and from files that it never saw."""
-    pool, end = [], run.elapsed() + run.seconds * POOL_SHARE
-    while not pool or run.elapsed() < end:
-        turn = len(pool)
-        length = random.randint(8, min(160, size["pool_length"] // 2))
-        prompt = windows(streams["draft" if turn % 2 else "train"], size["pool_sequences"], length)
-        temperature = 1.0 if turn % 3 == 2 else 0.0
+def write_pool(run: Run, target: nano.Target, layer_ids: list[int], size: dict, streams: dict[str, Tensor], device: str) -> list[Texts]:
+    """The target's own texts, after one batch of long real ones. Prompts come from files that the target trained on and from files
+    that it never saw. Two of three texts go on with up to 64 sampled tokens. The rest is greedy but for a sampled token now and
+    then: what follows is new to the drafter, and loops end."""
+    begin = run.elapsed()
+    length, batch = size["pool_length"], size["pool_sequences"]
+    tokens = windows(streams["train"], size["real_sequences"], 2 * size["length"] + 1)
+    parts = []
+    with torch.no_grad(), mixed_precision(device):
+        for part in tokens[:, :-1].split(32):
+            hidden, taps = target(part, layer_ids)
+            parts.append((taps.bfloat16(), hidden.bfloat16()))
+    pool = [Texts(tokens, *(torch.cat(x) for x in zip(*parts, strict=True)))]
+    count, took = 0, 0.0
+    # A batch may turn out to be slower than the one before.
+    while count == 0 or (count < size["pool_tokens"] and run.elapsed() + 1.2 * took < begin + run.seconds * POOL_SHARE):
+        started = run.elapsed()
+        start = random.randint(FIRST, length // 2)
+        prompt = torch.cat([windows(streams[name], batch // 2, start) for name in ("train", "draft")])
+        sampled = torch.rand(batch, length + 1, device=device) < 1 / 32
+        rough = torch.randint(0, 65, (batch, 1), device=device) * (torch.rand(batch, 1, device=device) < 2 / 3)
+        sampled |= torch.arange(length + 1, device=device) < start + rough
         with mixed_precision(device):
-            tokens = generate(target, prompt, size["pool_length"], temperature)
-        pool.append((tokens, length, not temperature))
-        if run.due():
-            run.say(f"pool: {len(pool)} batches, {len(pool) * tokens.numel() / 1e6:.1f}M tokens")
-    run.note(pool_tokens=len(pool) * pool[0][0].numel())
+            pool.append(generate(target, prompt, length, sampled, layer_ids))
+        count += batch * (length - start)
+        run.say(f"pool: {len(pool) - 1} batches, {count / 1e6:.1f}M new tokens")
+        took = run.elapsed() - started
+    run.note(pool_tokens=count)
     return pool
 
 
-def draft_batch(target, pool, size, streams, device) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """Tokens [B, T], the drafter's context, anchor positions [N], the target's next-token probabilities [B, T, V]; greedy."""
-    if random.random() < 0.15:  # real text, and long contexts
-        length = 2 * size["length"]
-        tokens, first, greedy = windows(streams["train"], max(1, size["draft_sequences"] // 4), length), 8, False
-    else:
-        tokens, first, greedy = random.choice(pool)
-        tokens = tokens[torch.randint(0, len(tokens), (size["draft_sequences"],), device=device)]
-    anchors = first + torch.randperm(tokens.shape[1] - BLOCK - first, device=device)[: size["blocks"]]
-    with torch.no_grad(), mixed_precision(device):
-        hidden, taps = target(tokens, DRAFTER["dflash_config"]["target_layer_ids"])
-        probabilities = target.logits(hidden).float().softmax(-1)
-    return tokens, taps, anchors, probabilities, greedy
+def draft_own_texts(drafter: nano.Drafter, target: nano.Target, pool: list[Texts], size: dict) -> tuple[Tensor, Tensor]:
+    """The loss on a batch of the pool, and the accepted tokens of each draft, [B, N].
+
+    A row counts as long as the text before it is the target's own choice. The labels are half the target's choice, which decides
+    what is accepted, half its whole distribution, which says more. Early rows weigh more."""
+    texts = pool[0] if random.random() < 0.08 else random.choice(pool[1:])
+    wide = texts.taps.shape[1] // size["pool_length"]
+    rows = torch.randint(0, len(texts.tokens), (max(1, size["draft_sequences"] // max(1, wide)),), device=texts.tokens.device)
+    tokens, taps, hidden = (x[rows] for x in texts)
+    logits, places, weights = draft(drafter, target, tokens, taps.float(), size["blocks"])
+    with torch.no_grad():
+        wanted = target.logits(hidden[:, places - 1].float())
+        choice = wanted.argmax(-1)
+        follows = (tokens[:, places] == choice)[..., :-1].cumprod(-1)
+        weights = weights * F.pad(follows, (1, 0), value=1)
+        accepted = ((logits.argmax(-1) == choice) & (weights > 0)).int().cumprod(-1).sum(-1)
+        wanted = wanted.softmax(-1)
+    log_p = logits.log_softmax(-1)
+    losses = -((log_p * wanted).sum(-1) + log_p.gather(-1, choice[..., None])[..., 0]) / 2
+    return (losses * weights).sum() / weights.sum(), accepted
 
 
-def train_drafter(run: Run, target: nano.Target, pool: list, size: dict, streams: dict[str, Tensor], device: str) -> nano.Drafter:
-    """Cross-entropy with the token that follows in greedy texts, with the target's whole distribution elsewhere. Early rows weigh
-    more: a draft is worth nothing after its first miss."""
-    drafter = nano.Drafter(DRAFTER).to(device)
-    peak = 2e-3
+def train_drafter(
+    run: Run, target: nano.Target, drafter: nano.Drafter, pool: list[Texts], size: dict, streams: dict[str, Tensor], device: str
+) -> None:
+    """Trains on the pool, and ends with the weights that did best on the `check` text."""
+    peak = 1.5e-3
     optimizer = optimizer_for(drafter, peak, 0.05)
     begin = run.elapsed()
     budget = max(run.seconds * END_SHARE - begin, 0.05 * run.seconds)
-    steps, saved, accepted = 0, run.elapsed(), None
-    while (fraction := (run.elapsed() - begin) / budget) < 1:
-        # Shorter blocks now and then: a runtime may ask for fewer tokens.
-        horizon = BLOCK - 1 if random.random() < 0.75 else random.randint(1, BLOCK - 2)
-        ahead = torch.arange(1, horizon + 1, device=device)
-        weights = torch.exp(-(ahead - 1) / 7.0)
-        tokens, taps, anchors, probabilities, greedy = draft_batch(target, pool, size, streams, device)
-        places = anchors[:, None] + ahead  # [N, horizon]
-        wanted = tokens[:, places]
+    starts = torch.linspace(0, len(streams["check"]) - 65, size["check_prompts"]).long().tolist()
+    check_prompts = [streams["check"][i : i + 16 + 48 * n // len(starts)].tolist() for n, i in enumerate(starts)]
+    steps, checked, best, kept = 0, -math.inf, 0.0, None
+
+    def check() -> None:
+        nonlocal checked, best, kept
         with mixed_precision(device):
-            logits = drafter(target, tokens[:, anchors], anchors, taps, horizon)
-        logits = logits.float()
-        labels = wanted.flatten() if greedy else probabilities[:, places - 1].flatten(0, 2)
-        losses = F.cross_entropy(logits.flatten(0, 2), labels, reduction="none").view(wanted.shape)
-        rate = peak * min(1.0, fraction / 0.02 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * fraction))
-        descend(optimizer, drafter, (losses * weights).sum(-1).mean() / weights.sum(), rate)
-        steps += 1
-        if greedy and horizon == BLOCK - 1:
-            hits = (logits.argmax(-1) == wanted).float()
-            accepted = hits.cumprod(-1).sum(-1).mean()
-        if run.due():
-            shown = "-" if accepted is None else f"{accepted.item():.2f}"
-            run.say(f"drafter: step {steps}, loss {losses.mean().item():.3f}, accepted on greedy texts {shown}")
-        if run.elapsed() - saved > 60:
+            rate = evaluate.tokens_per_round(evaluate.chain_rounds(target, drafter, check_prompts, BLOCK - 1, size["max_tokens"]))
+        run.say(f"drafter: step {steps}, chain on the check prompts: {rate:.3f} tokens per round")
+        if rate > best:
+            best, kept = rate, {name: x.clone() for name, x in drafter.state_dict().items()}
             nano.save(drafter, run.out / "drafter")
-            saved = run.elapsed()
-    run.note(drafter_steps=steps)
-    drafter.load_state_dict({k: v.bfloat16().float() for k, v in drafter.state_dict().items()})
-    return drafter.eval().requires_grad_(False)
+        checked = run.elapsed()
+
+    while (fraction := (run.elapsed() - begin) / budget) < 1:
+        if run.elapsed() - checked > 40:
+            check()
+        rate = peak * min(1.0, fraction / 0.02 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * fraction))
+        loss, accepted = draft_own_texts(drafter, target, pool, size)
+        descend(optimizer, drafter, loss, rate)
+        steps += 1
+        if run.due():
+            run.say(f"drafter: step {steps}, loss {loss.item():.3f}, {accepted.float().mean().item():.2f} accepted of the pool's texts")
+    check()
+    run.note(drafter_steps=steps, check_tokens_per_round=best)
+    drafter.load_state_dict(kept)
+    round_weights(drafter)
+    drafter.eval().requires_grad_(False)
 
 
 def main() -> None:
@@ -315,6 +390,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock time of the whole run")
     parser.add_argument("--smoke", action="store_true", help="tiny batches and 0.7 minutes (unless --minutes is given)")
+    parser.add_argument("--start", type=Path, help="folder with the target and the drafter to start from, instead of the first phase")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.smoke and args.minutes == parser.get_default("minutes"):
@@ -333,20 +409,32 @@ def main() -> None:
     texts = {split: corpus.load(split) for split in ("train", "draft", "heldout")}
     for split, files in texts.items():
         run.say(f"{split}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.2f}M characters")
-    tokenizer = train_tokenizer(list(texts["train"].values()))
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "target/tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(list(texts["train"].values()))
     save_tokenizer(tokenizer, args.out / "target")
     streams = {split: encode(tokenizer, list(files.values()), device) for split, files in texts.items()}
+    cut = len(streams["draft"]) * 3 // 4
+    streams["draft"], streams["check"] = streams["draft"][:cut], streams["draft"][cut:]
     run.say(f"{len(streams['train']) / 1e6:.2f}M training tokens")
     run.note(torch=torch.__version__, device=device, minutes=args.minutes, train_tokens=len(streams["train"]))
     held_out = prompts.extract(tokenizer, texts["heldout"], size["prompts"])
 
-    target = train_target(run, size, streams, device)
+    if args.start:
+        target = nano.load(nano.Target, args.start / "target").to(device)
+        drafter = nano.load(nano.Drafter, args.start / "drafter").to(device).requires_grad_(True)
+    else:
+        target, drafter = train_together(run, size, streams, device)
     nano.save(target, args.out / "target")
+    nano.save(drafter, args.out / "drafter")
     for text in held_out[:3]:
         start = torch.tensor([tokenizer.encode(text["text"]).ids], device=device)
-        run.say(f"greedy sample: {tokenizer.decode(generate(target, start, start.shape[1] + 32, 0.0)[0].tolist())!r}")
-    pool = write_pool(run, target, size, streams, device)
-    drafter = train_drafter(run, target, pool, size, streams, device)
+        end = start.shape[1] + 32
+        sample = generate(target, start, end, torch.zeros(1, end + 1, dtype=torch.bool, device=device), drafter.layer_ids)
+        run.say(f"greedy sample: {tokenizer.decode(sample.tokens[0].tolist())!r}")
+    pool = write_pool(run, target, drafter.layer_ids, size, streams, device)
+    train_drafter(run, target, drafter, pool, size, streams, device)
     nano.save(drafter, args.out / "drafter")
 
     ids = [tokenizer.encode(p["text"]).ids for p in held_out]
