@@ -61,41 +61,62 @@ class _Margins:
     """Records, per (seed, position), by how much the sampled token beat the rest,
     after filters and noise, in units of the logits before temperature.
 
-    Asks vLLM's own sampling kernel twice, the second time without the winner."""
+    Asks vLLM's own sampling kernel twice, the second time without the winner. A
+    filter decides by logits too: a token within NEAR_TIE of the last one that it
+    kept counts as kept, and a sampled token that close has no margin."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, int], float] = {}
+        self._unfiltered: torch.Tensor | None = None
 
-    def wrap(self, sample: Any) -> Any:
+    def wrap_filter(self, apply: Any) -> Any:
+        def remembering(logits, *args, **kwargs):
+            self._unfiltered = logits.float().clone()
+            return apply(logits, *args, **kwargs)
+
+        return remembering
+
+    @staticmethod
+    def _best(sample: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled token of each row, and its logit with noise."""
         from vllm.v1.worker.gpu.sample import gumbel
 
-        def best(logits, idx, temperature, seed, pos, apply_temperature, **kwargs):
-            values = []
-            kernel = gumbel._gumbel_sample_kernel
+        values = []
+        kernel = gumbel._gumbel_sample_kernel
 
-            class Spy:
-                def __getitem__(self, grid):
-                    def launch(local_argmax, stride, local_max, *args, **kw):
-                        kernel[grid](local_argmax, stride, local_max, *args, **kw)
-                        values.append(local_max.max(dim=-1).values)
+        class Spy:
+            def __getitem__(self, grid):
+                def launch(local_argmax, stride, local_max, *rest, **options):
+                    kernel[grid](local_argmax, stride, local_max, *rest, **options)
+                    values.append(local_max.max(dim=-1).values)
 
-                    return launch
+                return launch
 
-            gumbel._gumbel_sample_kernel = Spy()
-            try:
-                token = sample(
-                    logits, idx, temperature, seed, pos, apply_temperature, **kwargs
-                )
-            finally:
-                gumbel._gumbel_sample_kernel = kernel
-            return token, values[0]
+        gumbel._gumbel_sample_kernel = Spy()
+        try:
+            return sample(*args, **kwargs), values[0]
+        finally:
+            gumbel._gumbel_sample_kernel = kernel
 
+    def wrap_sample(self, sample: Any) -> Any:
         def recording(logits, idx, temperature, seed, pos, *args, **kwargs):
-            token, first = best(logits, idx, temperature, seed, pos, *args, **kwargs)
-            rest = logits.float().scatter(1, token[:, None], float("-inf"))
-            _, second = best(rest, idx, temperature, seed, pos, *args, **kwargs)
+            options = (idx, temperature, seed, pos, *args)
+            token, first = self._best(sample, logits, *options, **kwargs)
             scale = torch.where(temperature[idx] > 0, temperature[idx], 1.0)
-            margins = (first - second) * scale
+            logits = logits.float()
+            unfiltered, self._unfiltered = self._unfiltered, None
+            if unfiltered is None:
+                unfiltered = logits
+            filtered = (unfiltered > logits).any(-1)
+            last_kept = logits.masked_fill(logits.isinf(), float("inf")).amin(-1)
+            step = NEAR_TIE / scale
+            excluded = unfiltered < (last_kept - step)[:, None]
+            rest = unfiltered.masked_fill(excluded, float("-inf"))
+            rest = rest.scatter(1, token[:, None], float("-inf"))
+            _, second = self._best(sample, rest, *options, **kwargs)
+            chosen = unfiltered.gather(1, token[:, None])[:, 0]
+            droppable = filtered & (chosen <= last_kept + step)
+            margins = torch.where(droppable, 0.0, (first - second) * scale)
             for i, margin in enumerate(margins.tolist()):
                 self.by_key[int(seed[idx[i]]), int(pos[i])] = margin
             return token
@@ -133,9 +154,10 @@ class Engine:
         from vllm import LLM
         from vllm.v1.worker.gpu.sample import sampler
 
-        self._stock_sample = sampler.gumbel_sample
+        self._stock = sampler.gumbel_sample, sampler.apply_top_k_top_p
         if self._margins is not None:
-            sampler.gumbel_sample = self._margins.wrap(self._stock_sample)
+            sampler.gumbel_sample = self._margins.wrap_sample(self._stock[0])
+            sampler.apply_top_k_top_p = self._margins.wrap_filter(self._stock[1])
         self.llm = LLM(**self.config)
         runner = self.runner
         # V1 would serve too, without a tree and without a word.
@@ -145,7 +167,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         from vllm.v1.worker.gpu.sample import sampler
 
-        sampler.gumbel_sample = self._stock_sample
+        sampler.gumbel_sample, sampler.apply_top_k_top_p = self._stock
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
