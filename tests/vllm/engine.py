@@ -46,6 +46,19 @@ class Run:
         return 1 + self.accepted / self.rounds
 
 
+def record(**values: Any) -> None:
+    """Print a result, and append it as a JSON line to the file DDTREE_RECORD."""
+    print(", ".join(f"{name} {value}" for name, value in values.items()))
+    path = os.environ.get("DDTREE_RECORD")
+    if path:
+        import vllm
+
+        about = {"vllm": vllm.__version__, "torch": torch.__version__}
+        about["commit"] = os.environ.get("DDTREE_COMMIT", "")
+        with open(path, "a") as out:
+            out.write(json.dumps({**values, **about}) + "\n")
+
+
 def prompts(count: int, first: int = 0) -> list[list[int]]:
     """Token ids of held-out prompts of mixed lengths."""
     from tokenizers import Tokenizer
