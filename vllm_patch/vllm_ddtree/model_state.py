@@ -54,7 +54,6 @@ class TreeStateMixin(ModelState):
             device=self.device,
         )
         self.step: VerifyStep | None = None
-        self._node_index = torch.arange(shape.max_nodes, device=self.device)
         self._kv_layers: list[TreeKVLayer] | None = None
         self._gdn_layers: list[TreeGatedDeltaNet] = []
 
@@ -133,6 +132,8 @@ class TreeStateMixin(ModelState):
             req_ids=input_batch.req_ids[:num_reqs],
             query_start=query_start,
             idx_mapping=idx_mapping,
+            request_of_row=request_of_row,
+            node_of_row=node_of_row,
             position_delta=position_delta,
             num_computed=num_computed_tokens[idx_mapping].to(torch.int64),
             fresh_reqs=np.nonzero(fresh)[0].tolist(),
@@ -197,19 +198,9 @@ class TreeStateMixin(ModelState):
         trees.num_nodes[step.num_reqs : num_reqs] = 1
         trees.first_child[step.num_reqs : num_reqs, 0] = -1
         if invalid_rows is not None:
-            blocked = invalid_rows[: step.num_rows]
-            request_of_row = torch.repeat_interleave(
-                torch.arange(step.num_reqs, device=self.device),
-                step.query_start.diff(),
-                output_size=step.num_rows,
-            )
-            node_of_row = (
-                torch.arange(step.num_rows, device=self.device)
-                - step.query_start[request_of_row]
-            )
-            tokens = trees.tokens[request_of_row, node_of_row]
-            trees.tokens[request_of_row, node_of_row] = torch.where(
-                blocked, -1, tokens
+            nodes = (step.request_of_row, step.node_of_row)
+            trees.tokens[nodes] = torch.where(
+                invalid_rows[: step.num_rows], -1, trees.tokens[nodes]
             )
         num_accepted = node_tokens.new_empty(num_reqs, dtype=torch.int32)
         accepted_nodes = node_tokens.new_empty(

@@ -24,7 +24,10 @@ class VerifyStep:
     query_start: torch.Tensor
     # int64 [num_reqs] request slots
     idx_mapping: torch.Tensor
-    # int64 [num_rows], depth of the row's node minus its index, 0 for idle rows.
+    # int64 [num_rows] each: whose row it is, its node or a number past the last one,
+    # and the node's depth minus its index, 0 for idle rows.
+    request_of_row: torch.Tensor
+    node_of_row: torch.Tensor
     position_delta: torch.Tensor
     # int64 [num_reqs], tokens computed before this step
     num_computed: torch.Tensor
