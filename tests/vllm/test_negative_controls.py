@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparisons of test_lossless.py fail when a part of the method is left out."""
+
+import pytest
+import torch
+from engine import FULL, Engine, assert_same_text, prompts
+
+pytestmark = pytest.mark.skipif(not FULL, reason="the full tier checks the checks")
+PARAMS = {"temperature": 0.0, "max_tokens": 32}
+BUDGET = 15
+
+
+@pytest.fixture(scope="module")
+def base():
+    with Engine(margins=True) as engine:
+        return engine.generate(prompts(6), PARAMS)
+
+
+def run():
+    with Engine({"method": "ddtree", "tree_budget": BUDGET}) as engine:
+        return engine.generate(prompts(6), PARAMS)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run()
+
+
+def without_kv_moves(monkeypatch, module):
+    monkeypatch.setattr(module, "find_kv_layers", lambda context: [])
+
+
+def with_linear_positions(monkeypatch, module):
+    start = module.TreeStateMixin._start_step
+
+    def linear(self, *args):
+        step = start(self, *args)
+        if step is not None:
+            step.position_delta = torch.zeros_like(step.position_delta)
+        return step
+
+    monkeypatch.setattr(module.TreeStateMixin, "_start_step", linear)
+
+
+def with_causal_mask(monkeypatch, module):
+    start = module.TreeStateMixin._start_step
+
+    def causal(self, *args):
+        step = start(self, *args)
+        if step is not None:
+            rows = [(2 << i) - 1 for i in range(BUDGET + 1)]
+            step.trees.ancestor_bits[: step.num_reqs, :, 0] = torch.tensor(
+                rows, dtype=torch.int32
+            )
+        return step
+
+    monkeypatch.setattr(module.TreeStateMixin, "_start_step", causal)
+
+
+def with_first_rows_committed(monkeypatch, module):
+    commit = module.TreeStateMixin._commit
+
+    def first_rows(self, step):
+        path = step.accepted_nodes
+        rows = torch.arange(1, path.shape[1] + 1, dtype=torch.int32)
+        step.accepted_nodes = torch.where(path >= 0, rows, -1)
+        commit(self, step)
+        step.accepted_nodes = path
+
+    monkeypatch.setattr(module.TreeStateMixin, "_commit", first_rows)
+
+
+@pytest.mark.parametrize(
+    "leave_out",
+    [
+        without_kv_moves,
+        with_linear_positions,
+        with_causal_mask,
+        with_first_rows_committed,
+    ],
+)
+def test_text_changes(monkeypatch, base, whole, leave_out):
+    from vllm_ddtree import model_state
+
+    assert_same_text(base, whole, "ddtree")
+    leave_out(monkeypatch, model_state)
+    with pytest.raises(AssertionError, match="differs at token"):
+        assert_same_text(base, run(), leave_out.__name__)
+
+
+def test_wrong_drafter_context_shows_in_rounds_alone(monkeypatch, base, whole):
+    from vllm_ddtree import model_state
+
+    monkeypatch.setattr(
+        model_state.TreeStateMixin, "accepted_first", lambda self, n: torch.arange(n)
+    )
+    broken = run()
+    assert_same_text(base, broken, "drafter context in tree order")
+    assert broken.tokens_per_round < 0.9 * whole.tokens_per_round
