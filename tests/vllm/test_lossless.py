@@ -51,36 +51,38 @@ def first_tokens(run: Run, count: int) -> Run:
 
 @cache
 def accepted_counts(kind: str, budget: int, max_num_seqs: int = 4) -> tuple[Run, tuple]:
-    """A greedy run and what each request's rounds accepted.
+    """A greedy run and what each request's rounds accepted, as the scheduler counts.
 
     kind: "tree", "chain" (a tree shaped as one) or "stock" (vLLM's DFlash)."""
-    if kind == "stock":
-        spec = {"method": "dflash", "num_speculative_tokens": budget}
-        with Engine(spec, max_num_seqs=max_num_seqs) as engine:
-            run = engine.generate(
-                held_out(), {"max_tokens": MAX_TOKENS, **CASES["greedy"]}
-            )
-        return run, ()
-    from vllm_ddtree import trace
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     counts: dict[str, list[int]] = {}
+    observe = Scheduler.make_spec_decoding_stats
 
-    def record(step, output_tokens):
-        for request, accepted in zip(
-            step.req_ids, step.num_accepted.tolist(), strict=True
-        ):
-            counts.setdefault(request, []).append(accepted)
+    def counting(self, *args, num_accepted_tokens, request_id, **kwargs):
+        counts.setdefault(request_id, []).append(num_accepted_tokens)
+        return observe(
+            self,
+            *args,
+            num_accepted_tokens=num_accepted_tokens,
+            request_id=request_id,
+            **kwargs,
+        )
 
-    stock, trace.record = trace.record, record
+    spec = (
+        {"method": "dflash", "num_speculative_tokens": budget}
+        if kind == "stock"
+        else {"method": "ddtree", "tree_budget": budget}
+    )
+    shape = CHAIN if kind == "chain" else {}
+    Scheduler.make_spec_decoding_stats = counting
     try:
-        spec = {"method": "ddtree", "tree_budget": budget}
-        shape = CHAIN if kind == "chain" else {}
         with Engine(spec, max_num_seqs=max_num_seqs) as engine:
             run = engine.generate(
                 held_out(), {"max_tokens": MAX_TOKENS, **CASES["greedy"], **shape}
             )
     finally:
-        trace.record = stock
+        Scheduler.make_spec_decoding_stats = observe
     in_order = sorted(counts, key=lambda name: int(name.split("-")[0]))
     return run, tuple(tuple(counts[name]) for name in in_order)
 
@@ -135,14 +137,22 @@ def sampled(budget: int) -> dict[str, Run]:
 def test_chain_shaped_tree_equals_the_stock_chain():
     """Token for token, and round for round: equal text alone would also come from
     a drafter that is given the wrong context."""
-    tree, _ = accepted_counts("chain", HORIZON)
-    stock, _ = accepted_counts("stock", HORIZON)
+    tree, ours = accepted_counts("chain", HORIZON)
+    stock, theirs = accepted_counts("stock", HORIZON)
     base = first_tokens(baseline(4)["greedy"], MAX_TOKENS)
     assert_same_text(base, tree, "tree-shaped chain")
     assert_same_text(base, stock, "stock chain")
+    same = [
+        i
+        for i, (a, b) in enumerate(zip(tree.outputs, stock.outputs, strict=True))
+        if a.token_ids == b.token_ids
+    ]
+    assert len(same) >= NUM_PROMPTS // 2
     # One drafted token may differ where the drafter's own logits tie.
-    assert tree.accepted == pytest.approx(stock.accepted, rel=0.02)
-    assert tree.rounds == pytest.approx(stock.rounds, rel=0.02)
+    for count in (sum, len):
+        assert sum(count(ours[i]) for i in same) == pytest.approx(
+            sum(count(theirs[i]) for i in same), rel=0.02
+        )
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -162,33 +172,36 @@ def test_tree_accepts_more_than_the_chain(budget):
 
 @pytest.mark.parametrize("kind, budget", [("chain", HORIZON), *(("tree", b) for b in BUDGETS)])
 def test_rounds_equal_the_reference_loop(kind, budget):
-    """Within 2 %: the loop runs in float32, vLLM in bfloat16."""
+    """The loop runs in float32, vLLM in bfloat16, where drafted tokens tie: a round
+    more or less in a hundred. Wrong context for the drafter costs a fifth."""
     loop = ReferenceLoop(TARGET, DRAFTER)
     run, counts = accepted_counts(kind, budget)
     base = baseline(4)["greedy"]
-    ours = reference = rounds = 0
+    ours: list[int] = []
+    reference: list[int] = []
+    same = 0
     for prompt, want, got, accepted in zip(
         held_out(), base.outputs, run.outputs, counts, strict=True
     ):
         if want.token_ids[:MAX_TOKENS] != got.token_ids:
             continue  # a near tie: another text has other rounds
-        expected = loop.rounds(
+        same += 1
+        ours += accepted
+        reference += loop.rounds(
             prompt,
             list(want.token_ids),
             MAX_TOKENS,
             None if kind == "chain" else budget,
             min(budget, HORIZON),
         )
-        ours += sum(accepted) / len(accepted)
-        reference += sum(expected) / len(expected)
-        rounds += 1
-    assert rounds >= NUM_PROMPTS // 2
+    assert same >= NUM_PROMPTS // 2
+    rate, expected = (1 + sum(x) / len(x) for x in (ours, reference))
     record(
         test="reference loop",
         shape=kind,
         budget=budget,
-        prompts=rounds,
-        accepted_per_round=round(ours / rounds, 4),
-        loop_accepted_per_round=round(reference / rounds, 4),
+        prompts=same,
+        tokens_per_round=round(rate, 4),
+        loop_tokens_per_round=round(expected, 4),
     )
-    assert 1 + ours / rounds == pytest.approx(1 + reference / rounds, rel=0.02)
+    assert rate == pytest.approx(expected, rel=0.02 if FULL else 0.06)
