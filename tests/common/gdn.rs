@@ -385,6 +385,6 @@ pub fn round(dtype: DType, x: f64) -> f64 {
         DType::F16 => f16::from_f32(x as f32).to_f64(),
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
         DType::F32 => x,
-        _ => unimplemented!(),
+        _ => unreachable!("not a floating-point dtype"),
     }
 }
