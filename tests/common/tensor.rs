@@ -119,7 +119,7 @@ impl Buffer {
             DType::BF16 => bf16::from_ne_bytes(raw.try_into().unwrap()).into(),
             DType::I32 => i32::from_ne_bytes(raw.try_into().unwrap()).into(),
             DType::U8 => raw[0].into(),
-            DType::I64 => unreachable!("not a floating-point dtype"),
+            DType::I64 => unreachable!("f64 does not hold every i64"),
         }
     }
 
@@ -130,7 +130,7 @@ impl Buffer {
             DType::BF16 => self.set_raw(index, &bf16::from_f32(value as f32).to_ne_bytes()),
             DType::I32 => self.set_raw(index, &(value as i32).to_ne_bytes()),
             DType::U8 => self.set_raw(index, &[value as u8]),
-            DType::I64 => unreachable!("not a floating-point dtype"),
+            DType::I64 => unreachable!("f64 does not hold every i64"),
         }
     }
 
