@@ -162,6 +162,7 @@ class Engine:
         if speculative is not None:
             self.config["speculative_config"] = {"model": str(DRAFTER), **speculative}
         self._margins = _Margins() if margins else None
+        self._failed = False
 
     def __enter__(self) -> "Engine":
         from vllm import LLM
@@ -226,11 +227,15 @@ class Engine:
         before = self._counters()
         if self._margins is not None:
             self._margins.by_key.clear()
+        # A failed step leaves its requests behind, and vLLM would wait for them.
+        assert not self._failed, "this engine failed before"
+        self._failed = True
         results = self.llm.generate(
             [{"prompt_token_ids": list(ids)} for ids in token_ids],
             sampling,
             use_tqdm=False,
         )
+        self._failed = False
         after = self._counters()
         outputs = []
         for result, ids, p in zip(results, token_ids, sampling, strict=True):
