@@ -2,12 +2,20 @@
 //
 // libddtree: trees for speculative decoding.
 //
-// Pointers are NULL or point to what their type and comment say, in memory of the context's
-// device, and are borrowed until the call returns (on a GPU: until the stream has passed it).
-// Inputs are never written and must not overlap outputs. Everything is validated first: a call
+// Parameter structs, and the structs that they point to, are in host memory and are copied before a
+// call returns. Every other pointer is NULL or points to what its type and comment say, in memory of
+// the context's device, and is borrowed until the call returns (on a GPU: until the stream has passed
+// it). Inputs are never written and must not overlap outputs. Everything is validated first: a call
 // that does not return DDT_OK has written nothing. Zero a parameter struct, set struct_size, then
 // the fields you need: what stays zero is absent. Any thread may call anything at any time, as long
 // as calls do not write the same memory.
+//
+// On a GPU `stream` is the CUstream or cudaStream_t that the call enqueues on, NULL for the default
+// one. A call allocates nothing, waits for nothing and reads no device memory on the host, so it can
+// be captured in a CUDA graph; the workspace, aligned to 256 bytes, may hold anything and is free
+// again when the stream has passed the call. What the host cannot see is not an error there: a value
+// in device memory that is out of range is clamped, or what depends on it is skipped, and nothing
+// outside of the caller's buffers is read or written.
 
 #ifndef DDTREE_H
 #define DDTREE_H
@@ -54,6 +62,10 @@
 
 // An NVIDIA GPU.
 #define DDT_DEVICE_CUDA 1
+
+// Flag of ddt_context_create: only kernels that every supported GPU architecture runs, without
+// the faster ones that some have beside them.
+#define DDT_CONTEXT_PORTABLE_KERNELS 1
 
 // tree_build: depth 1 has no usable token, so the tree is the root alone.
 #define DDT_FLAG_NO_CANDIDATES 1
@@ -218,6 +230,8 @@ typedef struct ddt_context_params {
   uint32_t device;
   // Which device of that kind; 0 for the CPU.
   int32_t device_index;
+  // DDT_CONTEXT_* bits.
+  uint32_t flags;
 } ddt_context_params;
 
 // Parameters of ddt_gdn_verify. Rows as for ddt_tree_attention_params.
@@ -482,18 +496,23 @@ ddt_status ddt_commit_workspace_size(const struct ddt_context *context,
                                      const struct ddt_commit_params *params,
                                      size_t *out);
 
-// Makes a context for a device.
+// Makes a context for a device. For a GPU this loads all kernels, and retains the primary context
+// of the device, which is also that of the CUDA runtime. It may run on other streams' time: do not
+// call it while a stream is being captured.
 //
 // Writes: `*out`, to be freed with `ddt_context_free`.
 //
 // Errors: DDT_NULL_POINTER, DDT_INVALID_STRUCT, DDT_ABI_MISMATCH (abi_version is not the
 // library's), DDT_INVALID_VALUE (unknown device, or a device_index other than 0 for the CPU),
-// DDT_UNSUPPORTED (a device that this build has no backend for).
+// DDT_UNSUPPORTED (a device that this build has no backend for, unknown flags, a GPU with too
+// little shared memory), DDT_NO_DEVICE (no driver, or no such GPU), DDT_ARCH_NOT_BUILT,
+// DDT_CUDA_ERROR (also a driver that is too old), DDT_OUT_OF_MEMORY.
 DDT_NODISCARD
 ddt_status ddt_context_create(const struct ddt_context_params *params,
                               struct ddt_context **out);
 
-// Frees a context; NULL is allowed. No call may be using it.
+// Frees a context; NULL is allowed. No call may be using it, and on a GPU no stream may still have
+// work of it.
 void ddt_context_free(struct ddt_context *context);
 
 // Computes the outputs of one gated-delta-net layer for every node of every tree, from one read
@@ -654,7 +673,8 @@ uint32_t ddt_abi_version(void);
 // Version of the library, such as "0.1.0". The string is static.
 const char *ddt_version(void);
 
-// One line for bug reports: version, ABI and the backends of this build. The string is static.
+// One line for bug reports: version, ABI, the backends of this build and, for CUDA, the
+// architectures that it holds machine code (sm) and PTX (compute) for. The string is static.
 const char *ddt_build_info(void);
 
 #ifdef __cplusplus

@@ -17,6 +17,8 @@
 compile_error!("ddtree needs 64-bit pointers: sizes and strides of its C ABI are int64_t");
 
 mod commit;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod dtype;
 mod error;
 pub mod ffi;

@@ -231,6 +231,12 @@ impl<'a> TensorRef<'a> {
         Ok(Self { layout, data: data.as_ptr().cast(), memory: PhantomData })
     }
 
+    /// First element.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn data(&self) -> *const u8 {
+        self.data
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.layout.dtype

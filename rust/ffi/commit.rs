@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use super::context::{self, ddt_context};
+use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
@@ -33,45 +33,56 @@ pub unsafe extern "C" fn ddt_commit(
     params: *const ddt_commit_params,
     stream: *mut c_void,
 ) -> ddt_status {
-    // the CPU has no streams
-    let _ = stream;
     guard("commit", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.
+        // SAFETY: the caller vouches for the context, `params` and every pointer and tensor in it.
         unsafe {
+            let backend = backend(context)?;
             let params = ptr::versioned(params, "params")?;
-            ptr::no_flags(params.flags)?;
-            if params.reserved0 != 0 {
-                bail!(Unsupported, "params.reserved0: got {}, want 0", params.reserved0);
+            match backend {
+                Backend::Cpu(_) => run(&params),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::commit::launch(device, &params, stream),
             }
-            let (tree, dims) = ptr::tree(params.tree)?;
-            let query_start = ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?;
-            let num_rows = query_start[dims.num_reqs].max(0) as usize;
-            let num_gdn_layers = layer_count(params.num_gdn_layers, "num_gdn_layers")?;
-            let num_kv_layers = layer_count(params.num_kv_layers, "num_kv_layers")?;
-            let gdn_layers = ptr::input(params.gdn_layers, num_gdn_layers, "gdn_layers")?;
-            let kv_layers = ptr::input(params.kv_layers, num_kv_layers, "kv_layers")?;
-            commit(Commit {
-                gdn_layers: in_each(gdn_layers, "gdn_layers", |layer| gdn_layer(layer, dims))?,
-                kv_layers: in_each(kv_layers, "kv_layers", |layer| kv_layer(layer, num_rows))?,
-                query_start,
-                num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-                max_depth: dims.max_depth,
-                num_accepted: ptr::input(params.num_accepted, dims.num_reqs, "num_accepted")?,
-                accepted_nodes: ptr::input(
-                    params.accepted_nodes,
-                    dims.num_reqs * dims.max_depth,
-                    "accepted_nodes",
-                )?,
-                snapshot_tokens: ptr::optional_input(
-                    params.snapshot_tokens,
-                    dims.num_reqs,
-                    "snapshot_tokens",
-                )?,
-                norm_eps: params.norm_eps,
-            })
         }
     })
+}
+
+/// # Safety
+/// What the parameters point to must be as the header says.
+unsafe fn run(params: &ddt_commit_params) -> Result<()> {
+    // SAFETY: the caller's promise, for every pointer and tensor.
+    unsafe {
+    ptr::no_flags(params.flags)?;
+    if params.reserved0 != 0 {
+        bail!(Unsupported, "params.reserved0: got {}, want 0", params.reserved0);
+    }
+    let (tree, dims) = ptr::tree(params.tree)?;
+    let query_start = ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?;
+    let num_rows = query_start[dims.num_reqs].max(0) as usize;
+    let num_gdn_layers = layer_count(params.num_gdn_layers, "num_gdn_layers")?;
+    let num_kv_layers = layer_count(params.num_kv_layers, "num_kv_layers")?;
+    let gdn_layers = ptr::input(params.gdn_layers, num_gdn_layers, "gdn_layers")?;
+    let kv_layers = ptr::input(params.kv_layers, num_kv_layers, "kv_layers")?;
+    commit(Commit {
+        gdn_layers: in_each(gdn_layers, "gdn_layers", |layer| gdn_layer(layer, dims))?,
+        kv_layers: in_each(kv_layers, "kv_layers", |layer| kv_layer(layer, num_rows))?,
+        query_start,
+        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+        max_depth: dims.max_depth,
+        num_accepted: ptr::input(params.num_accepted, dims.num_reqs, "num_accepted")?,
+        accepted_nodes: ptr::input(
+            params.accepted_nodes,
+            dims.num_reqs * dims.max_depth,
+            "accepted_nodes",
+        )?,
+        snapshot_tokens: ptr::optional_input(
+            params.snapshot_tokens,
+            dims.num_reqs,
+            "snapshot_tokens",
+        )?,
+        norm_eps: params.norm_eps,
+    })
+    }
 }
 
 fn layer_count(count: i32, name: &str) -> Result<usize> {
@@ -134,8 +145,14 @@ pub unsafe extern "C" fn ddt_commit_workspace_size(
     out: *mut usize,
 ) -> ddt_status {
     guard("commit_workspace_size", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and `out`.
-        unsafe { ptr::no_workspace(params, out) }
+        // SAFETY: the caller vouches for the context, the parameters and `out`.
+        unsafe {
+            let backend = backend(context)?;
+            ptr::workspace_size(params, out, |params| match backend {
+                Backend::Cpu(_) => Ok(0),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::commit::workspace_bytes(device, params),
+            })
+        }
     })
 }

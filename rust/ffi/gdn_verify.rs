@@ -3,11 +3,12 @@
 
 use std::ffi::c_void;
 
-use super::context::{self, ddt_context};
+use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr;
 use super::status::ddt_status;
 use super::types::ddt_gdn_verify_params;
+use crate::error::Result;
 use crate::gdn_verify::{GdnVerify, gdn_verify};
 
 /// Computes the outputs of one gated-delta-net layer for every node of every tree, from one read
@@ -37,42 +38,53 @@ pub unsafe extern "C" fn ddt_gdn_verify(
     params: *const ddt_gdn_verify_params,
     stream: *mut c_void,
 ) -> ddt_status {
-    // the CPU has no streams
-    let _ = stream;
     guard("gdn_verify", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.
+        // SAFETY: the caller vouches for the context, `params` and every pointer and tensor in it.
         unsafe {
+            let backend = backend(context)?;
             let params = ptr::versioned(params, "params")?;
-            ptr::no_flags(params.flags)?;
-            let (tree, dims) = ptr::tree(params.tree)?;
-            let layer = &params.layer;
-            gdn_verify(GdnVerify {
-                conv_weight: ptr::tensor(&layer.conv_weight, 2, "conv_weight")?,
-                conv_bias: ptr::optional_tensor(&layer.conv_bias, 1, "conv_bias")?,
-                conv_state: ptr::tensor(&layer.conv_state, 3, "conv_state")?,
-                ssm_state: ptr::tensor(&layer.ssm_state, 4, "ssm_state")?,
-                state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
-                mixed_qkv: ptr::tensor(&params.mixed_qkv, 2, "mixed_qkv")?,
-                a: ptr::tensor(&params.a, 2, "a")?,
-                b: ptr::tensor(&params.b, 2, "b")?,
-                a_log: ptr::tensor(&params.a_log, 1, "a_log")?,
-                dt_bias: ptr::tensor(&params.dt_bias, 1, "dt_bias")?,
-                query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
-                max_nodes: dims.max_nodes,
-                max_depth: dims.max_depth,
-                num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-                parents: ptr::input(tree.parents, dims.num_slots(), "tree.parents")?,
-                depths: ptr::input(tree.depths, dims.num_slots(), "tree.depths")?,
-                ancestors: ptr::input(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?,
-                scale: params.scale,
-                norm_eps: params.norm_eps,
-                stash_qkv: ptr::tensor_mut(&layer.stash_qkv, 2, "stash_qkv")?,
-                stash_gates: ptr::tensor_mut(&layer.stash_gates, 3, "stash_gates")?,
-                out: ptr::tensor_mut(&params.out, 3, "out")?,
-            })
+            match backend {
+                Backend::Cpu(_) => run(&params),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::gdn_verify::launch(device, &params, stream),
+            }
         }
     })
+}
+
+/// # Safety
+/// What the parameters point to must be as the header says.
+unsafe fn run(params: &ddt_gdn_verify_params) -> Result<()> {
+    // SAFETY: the caller's promise, for every pointer and tensor.
+    unsafe {
+    ptr::no_flags(params.flags)?;
+    let (tree, dims) = ptr::tree(params.tree)?;
+    let layer = &params.layer;
+    gdn_verify(GdnVerify {
+        conv_weight: ptr::tensor(&layer.conv_weight, 2, "conv_weight")?,
+        conv_bias: ptr::optional_tensor(&layer.conv_bias, 1, "conv_bias")?,
+        conv_state: ptr::tensor(&layer.conv_state, 3, "conv_state")?,
+        ssm_state: ptr::tensor(&layer.ssm_state, 4, "ssm_state")?,
+        state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
+        mixed_qkv: ptr::tensor(&params.mixed_qkv, 2, "mixed_qkv")?,
+        a: ptr::tensor(&params.a, 2, "a")?,
+        b: ptr::tensor(&params.b, 2, "b")?,
+        a_log: ptr::tensor(&params.a_log, 1, "a_log")?,
+        dt_bias: ptr::tensor(&params.dt_bias, 1, "dt_bias")?,
+        query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
+        max_nodes: dims.max_nodes,
+        max_depth: dims.max_depth,
+        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+        parents: ptr::input(tree.parents, dims.num_slots(), "tree.parents")?,
+        depths: ptr::input(tree.depths, dims.num_slots(), "tree.depths")?,
+        ancestors: ptr::input(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?,
+        scale: params.scale,
+        norm_eps: params.norm_eps,
+        stash_qkv: ptr::tensor_mut(&layer.stash_qkv, 2, "stash_qkv")?,
+        stash_gates: ptr::tensor_mut(&layer.stash_gates, 3, "stash_gates")?,
+        out: ptr::tensor_mut(&params.out, 3, "out")?,
+    })
+    }
 }
 
 /// Bytes of workspace that ddt_gdn_verify needs for these parameters; 0 on the CPU.
@@ -88,8 +100,14 @@ pub unsafe extern "C" fn ddt_gdn_verify_workspace_size(
     out: *mut usize,
 ) -> ddt_status {
     guard("gdn_verify_workspace_size", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and `out`.
-        unsafe { ptr::no_workspace(params, out) }
+        // SAFETY: the caller vouches for the context, the parameters and `out`.
+        unsafe {
+            let backend = backend(context)?;
+            ptr::workspace_size(params, out, |params| match backend {
+                Backend::Cpu(_) => Ok(0),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::gdn_verify::workspace_bytes(device, params),
+            })
+        }
     })
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Checked access to caller memory: versioned structs, arrays, tensors and tree fields.
 
+#[cfg(feature = "cuda")]
+use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
 use super::types::{ddt_tensor, ddt_tree};
@@ -17,7 +19,7 @@ const MAX_STRUCT_SIZE: usize = 4096;
 /// # Safety
 /// The type must be `repr(C)`, start with that field, have no padding, and be valid when all
 /// bytes are zero.
-pub(super) unsafe trait Versioned: Copy {
+pub(crate) unsafe trait Versioned: Copy {
     /// Smallest size accepted: the end of the last field that has no "absent" value.
     const MIN_SIZE: usize;
 }
@@ -27,7 +29,7 @@ pub(super) unsafe trait Versioned: Copy {
 ///
 /// # Safety
 /// `params` must be NULL, or readable for a `u32` and for as many bytes as that number says.
-pub(super) unsafe fn versioned<T: Versioned>(params: *const T, name: &str) -> Result<T> {
+pub(crate) unsafe fn versioned<T: Versioned>(params: *const T, name: &str) -> Result<T> {
     check_pointer(params, name)?;
     let bytes = params.cast::<u8>();
     // SAFETY: not NULL, aligned for T, and readable for its first field.
@@ -58,7 +60,7 @@ pub(super) unsafe fn versioned<T: Versioned>(params: *const T, name: &str) -> Re
 }
 
 /// Refuses flag bits that this version does not know.
-pub(super) fn no_flags(flags: u32) -> Result<()> {
+pub(crate) fn no_flags(flags: u32) -> Result<()> {
     if flags != 0 {
         bail!(Unsupported, "params.flags: got {flags:#x}, want 0");
     }
@@ -92,7 +94,7 @@ fn check_array<T>(pointer: *const T, len: usize, name: &str) -> Result<()> {
 ///
 /// # Safety
 /// `pointer` must be NULL or readable for `len` elements that nobody writes while the slice lives.
-pub(super) unsafe fn input<'a, T: Copy>(pointer: *const T, len: usize, name: &str) -> Result<&'a [T]> {
+pub(crate) unsafe fn input<'a, T: Copy>(pointer: *const T, len: usize, name: &str) -> Result<&'a [T]> {
     check_array(pointer, len, name)?;
     if len == 0 {
         return Ok(&[]);
@@ -105,7 +107,7 @@ pub(super) unsafe fn input<'a, T: Copy>(pointer: *const T, len: usize, name: &st
 ///
 /// # Safety
 /// As for [`input`].
-pub(super) unsafe fn optional_input<'a, T: Copy>(
+pub(crate) unsafe fn optional_input<'a, T: Copy>(
     pointer: *const T,
     len: usize,
     name: &str,
@@ -120,21 +122,21 @@ pub(super) unsafe fn optional_input<'a, T: Copy>(
 /// An output array: write-only, so it may hold anything and may overlap inputs that have been
 /// read already.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Output<T> {
+pub(crate) struct Output<T> {
     pointer: *mut T,
     len: usize,
 }
 
 impl<T: Copy> Output<T> {
     /// Writes element `i`. Panics outside of the array.
-    pub(super) fn write(&mut self, i: usize, value: T) {
+    pub(crate) fn write(&mut self, i: usize, value: T) {
         assert!(i < self.len, "output index {i} of {}", self.len);
         // SAFETY: inside of the array that `output` was promised.
         unsafe { self.pointer.add(i).write(value) };
     }
 
     /// Writes `value` to elements `start..end`. Panics outside of the array.
-    pub(super) fn fill(&mut self, start: usize, end: usize, value: T) {
+    pub(crate) fn fill(&mut self, start: usize, end: usize, value: T) {
         for i in start..end {
             self.write(i, value);
         }
@@ -142,7 +144,7 @@ impl<T: Copy> Output<T> {
 
     /// Writes `values` to elements `start..start + len` and `padding` to those that are left.
     /// Panics outside of the array, or with more values than elements.
-    pub(super) fn write_row(
+    pub(crate) fn write_row(
         &mut self,
         start: usize,
         len: usize,
@@ -161,18 +163,66 @@ impl<T: Copy> Output<T> {
 
 impl Output<u32> {
     /// Sets bits of element `i`, which the caller has initialised. Panics outside of the array.
-    pub(super) fn set_bits(&mut self, i: usize, bits: u32) {
+    pub(crate) fn set_bits(&mut self, i: usize, bits: u32) {
         assert!(i < self.len, "output index {i} of {}", self.len);
         // SAFETY: inside of the array that `output` was promised.
         unsafe { *self.pointer.add(i) |= bits };
     }
 }
 
+/// A required array on a GPU: checked like [`input`], but nothing is read.
+#[cfg(feature = "cuda")]
+pub(crate) fn device_array<T>(pointer: *const T, len: usize, name: &str) -> Result<*const T> {
+    check_array(pointer, len, name)?;
+    Ok(pointer)
+}
+
+/// An array on a GPU that may be absent (NULL).
+#[cfg(feature = "cuda")]
+pub(crate) fn optional_device_array<T>(pointer: *const T, len: usize, name: &str) -> Result<*const T> {
+    if pointer.is_null() { Ok(pointer) } else { device_array(pointer, len, name) }
+}
+
+/// A required output array on a GPU.
+#[cfg(feature = "cuda")]
+pub(crate) fn device_output<T>(pointer: *mut T, len: usize, name: &str) -> Result<*mut T> {
+    check_array(pointer, len, name)?;
+    Ok(pointer)
+}
+
+/// An output array on a GPU that may be absent (NULL).
+#[cfg(feature = "cuda")]
+pub(crate) fn optional_device_output<T>(pointer: *mut T, len: usize, name: &str) -> Result<*mut T> {
+    if pointer.is_null() { Ok(pointer) } else { device_output(pointer, len, name) }
+}
+
+/// Alignment of workspaces.
+#[cfg(feature = "cuda")]
+const WORKSPACE_ALIGNMENT: usize = 256;
+
+/// The caller's workspace, NULL if none is needed.
+#[cfg(feature = "cuda")]
+pub(crate) fn workspace(pointer: *mut c_void, bytes: usize, needed: usize) -> Result<*mut c_void> {
+    if needed == 0 {
+        return Ok(std::ptr::null_mut());
+    }
+    if pointer.is_null() {
+        bail!(NullPointer, "workspace: got NULL, want a pointer to {needed} bytes");
+    }
+    if !(pointer as usize).is_multiple_of(WORKSPACE_ALIGNMENT) {
+        bail!(Misaligned, "workspace: got address {pointer:p}, want a multiple of {WORKSPACE_ALIGNMENT}");
+    }
+    if bytes < needed {
+        bail!(WorkspaceTooSmall, "workspace_bytes: got {bytes}, want {needed}");
+    }
+    Ok(pointer)
+}
+
 /// A required output array.
 ///
 /// # Safety
 /// `pointer` must be NULL or writable for `len` elements until the call ends.
-pub(super) unsafe fn output<T: Copy>(pointer: *mut T, len: usize, name: &str) -> Result<Output<T>> {
+pub(crate) unsafe fn output<T: Copy>(pointer: *mut T, len: usize, name: &str) -> Result<Output<T>> {
     check_array(pointer, len, name)?;
     Ok(Output { pointer, len })
 }
@@ -181,7 +231,7 @@ pub(super) unsafe fn output<T: Copy>(pointer: *mut T, len: usize, name: &str) ->
 ///
 /// # Safety
 /// As for [`output`].
-pub(super) unsafe fn optional_output<T: Copy>(
+pub(crate) unsafe fn optional_output<T: Copy>(
     pointer: *mut T,
     len: usize,
     name: &str,
@@ -194,7 +244,7 @@ pub(super) unsafe fn optional_output<T: Copy>(
 }
 
 /// Whether the caller left a tensor out.
-pub(super) fn is_absent(tensor: &ddt_tensor) -> bool {
+pub(crate) fn is_absent(tensor: &ddt_tensor) -> bool {
     tensor.data.is_null() && tensor.dtype == 0
 }
 
@@ -219,7 +269,7 @@ fn check_tensor(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<DType> {
 ///
 /// # Safety
 /// Its elements must be readable, and nobody may write them while the view lives.
-pub(super) unsafe fn tensor<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorRef<'a>> {
+pub(crate) unsafe fn tensor<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorRef<'a>> {
     let dtype = check_tensor(tensor, ndim, name)?;
     // SAFETY: the caller's promise.
     unsafe {
@@ -231,7 +281,7 @@ pub(super) unsafe fn tensor<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) ->
 ///
 /// # Safety
 /// As for [`tensor`].
-pub(super) unsafe fn optional_tensor<'a>(
+pub(crate) unsafe fn optional_tensor<'a>(
     raw: &ddt_tensor,
     ndim: usize,
     name: &str,
@@ -247,7 +297,7 @@ pub(super) unsafe fn optional_tensor<'a>(
 ///
 /// # Safety
 /// Its elements must be writable, and nobody else may use them while the view lives.
-pub(super) unsafe fn tensor_mut<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorMut<'a>> {
+pub(crate) unsafe fn tensor_mut<'a>(tensor: &ddt_tensor, ndim: usize, name: &str) -> Result<TensorMut<'a>> {
     let dtype = check_tensor(tensor, ndim, name)?;
     // SAFETY: the caller's promise.
     unsafe {
@@ -255,48 +305,53 @@ pub(super) unsafe fn tensor_mut<'a>(tensor: &ddt_tensor, ndim: usize, name: &str
     }
 }
 
-/// The answer of a size query on the CPU, where no operation needs workspace.
+/// Answers a size query with `bytes(&params)`.
 ///
 /// # Safety
 /// `params` as for [`versioned`]; `out` must be NULL or writable.
-pub(super) unsafe fn no_workspace<T: Versioned>(params: *const T, out: *mut usize) -> Result<()> {
+pub(crate) unsafe fn workspace_size<T: Versioned>(
+    params: *const T,
+    out: *mut usize,
+    bytes: impl FnOnce(&T) -> Result<usize>,
+) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        versioned(params, "params")?;
-        output(out, 1, "out")?.write(0, 0);
+        let params = versioned(params, "params")?;
+        let mut out = output(out, 1, "out")?;
+        out.write(0, bytes(&params)?);
     }
     Ok(())
 }
 
 /// The checked extents of a `ddt_tree`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TreeDims {
+pub(crate) struct TreeDims {
     /// Requests, R.
-    pub(super) num_reqs: usize,
+    pub(crate) num_reqs: usize,
     /// Row length with the root, N.
-    pub(super) max_nodes: usize,
+    pub(crate) max_nodes: usize,
     /// Largest depth, D.
-    pub(super) max_depth: usize,
+    pub(crate) max_depth: usize,
 }
 
 impl TreeDims {
     /// Length of the `[R][N]` fields.
-    pub(super) fn num_slots(&self) -> usize {
+    pub(crate) fn num_slots(&self) -> usize {
         self.num_reqs * self.max_nodes
     }
 
     /// Words of one row of ancestor_bits, W.
-    pub(super) fn words(&self) -> usize {
+    pub(crate) fn words(&self) -> usize {
         self.max_nodes.div_ceil(32)
     }
 
     /// Length of ancestor_bits, `[R][N][W]`.
-    pub(super) fn bits_len(&self) -> usize {
+    pub(crate) fn bits_len(&self) -> usize {
         self.num_slots() * self.words()
     }
 
     /// Length of ancestors, `[R][N][D + 1]`.
-    pub(super) fn ancestors_len(&self) -> usize {
+    pub(crate) fn ancestors_len(&self) -> usize {
         self.num_slots() * (self.max_depth + 1)
     }
 }
@@ -305,7 +360,7 @@ impl TreeDims {
 ///
 /// # Safety
 /// As for [`input`].
-pub(super) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'a [i32]> {
+pub(crate) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'a [i32]> {
     // SAFETY: the caller's promise.
     let num_nodes = unsafe { input(tree.num_nodes, dims.num_reqs, "tree.num_nodes") }?;
     for (r, &count) in num_nodes.iter().enumerate() {
@@ -321,7 +376,7 @@ pub(super) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'
 ///
 /// # Safety
 /// As for [`versioned`].
-pub(super) unsafe fn tree(tree: *const ddt_tree) -> Result<(ddt_tree, TreeDims)> {
+pub(crate) unsafe fn tree(tree: *const ddt_tree) -> Result<(ddt_tree, TreeDims)> {
     // SAFETY: the caller's promise.
     let tree = unsafe { versioned(tree, "tree") }?;
     if tree.num_reqs < 0 {

@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use super::context::{self, ddt_context};
+use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
@@ -35,12 +35,17 @@ pub unsafe extern "C" fn ddt_tree_accept(
     params: *const ddt_tree_accept_params,
     stream: *mut c_void,
 ) -> ddt_status {
-    // the CPU has no streams
-    let _ = stream;
     guard("tree_accept", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for the parameters and what they point to.
-        unsafe { run(&ptr::versioned(params, "params")?) }
+        // SAFETY: the caller vouches for the context, the parameters and what they point to.
+        unsafe {
+            let backend = backend(context)?;
+            let params = ptr::versioned(params, "params")?;
+            match backend {
+                Backend::Cpu(_) => run(&params),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::tree_accept::launch(device, &params, stream),
+            }
+        }
     })
 }
 
@@ -57,9 +62,15 @@ pub unsafe extern "C" fn ddt_tree_accept_workspace_size(
     out: *mut usize,
 ) -> ddt_status {
     guard("tree_accept_workspace_size", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for the parameters and `out`.
-        unsafe { ptr::no_workspace(params, out) }
+        // SAFETY: the caller vouches for the context, the parameters and `out`.
+        unsafe {
+            let backend = backend(context)?;
+            ptr::workspace_size(params, out, |params| match backend {
+                Backend::Cpu(_) => Ok(0),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::tree_accept::workspace_bytes(device, params),
+            })
+        }
     })
 }
 

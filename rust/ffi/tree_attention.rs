@@ -3,11 +3,12 @@
 
 use std::ffi::c_void;
 
-use super::context::{self, ddt_context};
+use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr;
 use super::status::ddt_status;
 use super::types::ddt_tree_attention_params;
+use crate::error::Result;
 use crate::tree_attention::{TreeAttention, tree_attention};
 
 /// Attends every row to a paged KV cache that already holds this step's rows: a row before the
@@ -34,32 +35,43 @@ pub unsafe extern "C" fn ddt_tree_attention(
     params: *const ddt_tree_attention_params,
     stream: *mut c_void,
 ) -> ddt_status {
-    // the CPU has no streams
-    let _ = stream;
     guard("tree_attention", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and for every pointer and tensor in it.
+        // SAFETY: the caller vouches for the context, `params` and every pointer and tensor in it.
         unsafe {
+            let backend = backend(context)?;
             let params = ptr::versioned(params, "params")?;
-            ptr::no_flags(params.flags)?;
-            let (tree, dims) = ptr::tree(params.tree)?;
-            tree_attention(TreeAttention {
-                query: ptr::tensor(&params.query, 3, "query")?,
-                key_cache: ptr::tensor(&params.key_cache, 4, "key_cache")?,
-                value_cache: ptr::tensor(&params.value_cache, 4, "value_cache")?,
-                block_table: ptr::tensor(&params.block_table, 2, "block_table")?,
-                query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
-                prefix_rows: ptr::optional_input(params.prefix_rows, dims.num_reqs, "prefix_rows")?,
-                seq_lens: ptr::input(params.seq_lens, dims.num_reqs, "seq_lens")?,
-                max_nodes: dims.max_nodes,
-                num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-                ancestor_bits: ptr::input(tree.ancestor_bits, dims.bits_len(), "tree.ancestor_bits")?,
-                softmax_scale: params.softmax_scale,
-                logit_softcap: params.logit_softcap,
-                out: ptr::tensor_mut(&params.out, 3, "out")?,
-            })
+            match backend {
+                Backend::Cpu(_) => run(&params),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::tree_attention::launch(device, &params, stream),
+            }
         }
     })
+}
+
+/// # Safety
+/// What the parameters point to must be as the header says.
+unsafe fn run(params: &ddt_tree_attention_params) -> Result<()> {
+    // SAFETY: the caller's promise, for every pointer and tensor.
+    unsafe {
+    ptr::no_flags(params.flags)?;
+    let (tree, dims) = ptr::tree(params.tree)?;
+    tree_attention(TreeAttention {
+        query: ptr::tensor(&params.query, 3, "query")?,
+        key_cache: ptr::tensor(&params.key_cache, 4, "key_cache")?,
+        value_cache: ptr::tensor(&params.value_cache, 4, "value_cache")?,
+        block_table: ptr::tensor(&params.block_table, 2, "block_table")?,
+        query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
+        prefix_rows: ptr::optional_input(params.prefix_rows, dims.num_reqs, "prefix_rows")?,
+        seq_lens: ptr::input(params.seq_lens, dims.num_reqs, "seq_lens")?,
+        max_nodes: dims.max_nodes,
+        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+        ancestor_bits: ptr::input(tree.ancestor_bits, dims.bits_len(), "tree.ancestor_bits")?,
+        softmax_scale: params.softmax_scale,
+        logit_softcap: params.logit_softcap,
+        out: ptr::tensor_mut(&params.out, 3, "out")?,
+    })
+    }
 }
 
 /// Bytes of workspace that ddt_tree_attention needs for these parameters; 0 on the CPU.
@@ -75,8 +87,14 @@ pub unsafe extern "C" fn ddt_tree_attention_workspace_size(
     out: *mut usize,
 ) -> ddt_status {
     guard("tree_attention_workspace_size", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for `params` and `out`.
-        unsafe { ptr::no_workspace(params, out) }
+        // SAFETY: the caller vouches for the context, the parameters and `out`.
+        unsafe {
+            let backend = backend(context)?;
+            ptr::workspace_size(params, out, |params| match backend {
+                Backend::Cpu(_) => Ok(0),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::tree_attention::workspace_bytes(device, params),
+            })
+        }
     })
 }

@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use super::context::{self, ddt_context};
+use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
@@ -29,12 +29,17 @@ pub unsafe extern "C" fn ddt_tree_mask(
     params: *const ddt_tree_mask_params,
     stream: *mut c_void,
 ) -> ddt_status {
-    // the CPU has no streams
-    let _ = stream;
     guard("tree_mask", || {
-        context::check(context)?;
-        // SAFETY: the caller vouches for the parameters and what they point to.
-        unsafe { run(&ptr::versioned(params, "params")?) }
+        // SAFETY: the caller vouches for the context, the parameters and what they point to.
+        unsafe {
+            let backend = backend(context)?;
+            let params = ptr::versioned(params, "params")?;
+            match backend {
+                Backend::Cpu(_) => run(&params),
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(device) => crate::cuda::tree_mask::launch(device, &params, stream),
+            }
+        }
     })
 }
 

@@ -30,6 +30,10 @@ pub const DDT_DEVICE_CPU: u32 = 0;
 /// An NVIDIA GPU.
 pub const DDT_DEVICE_CUDA: u32 = 1;
 
+/// Flag of ddt_context_create: only kernels that every supported GPU architecture runs, without
+/// the faster ones that some have beside them.
+pub const DDT_CONTEXT_PORTABLE_KERNELS: u32 = 1;
+
 /// tree_build: depth 1 has no usable token, so the tree is the root alone.
 pub const DDT_FLAG_NO_CANDIDATES: u32 = 1;
 /// tree_build: a NaN or +inf score was ignored, as if it were -inf. tree_accept: a visited row
@@ -69,6 +73,8 @@ pub struct ddt_context_params {
     pub device: u32,
     /// Which device of that kind; 0 for the CPU.
     pub device_index: i32,
+    /// DDT_CONTEXT_* bits.
+    pub flags: u32,
 }
 
 /// A batch of trees in caller memory, one row per request. R = num_reqs, N = max_nodes,

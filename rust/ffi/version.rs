@@ -19,8 +19,20 @@ pub extern "C" fn ddt_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// One line for bug reports: version, ABI and the backends of this build. The string is static.
+/// One line for bug reports: version, ABI, the backends of this build and, for CUDA, the
+/// architectures that it holds machine code (sm) and PTX (compute) for. The string is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn ddt_build_info() -> *const c_char {
-    concat!("ddtree/", env!("CARGO_PKG_VERSION"), " abi/1 backends/cpu\0").as_ptr().cast()
+    BUILD_INFO.as_ptr().cast()
 }
+
+#[cfg(feature = "cuda")]
+const BUILD_INFO: &str = concat!(
+    "ddtree/",
+    env!("CARGO_PKG_VERSION"),
+    " abi/1 backends/cpu,cuda archs/",
+    env!("DDTREE_CUDA_ARCHS_BUILT"),
+    "\0"
+);
+#[cfg(not(feature = "cuda"))]
+const BUILD_INFO: &str = concat!("ddtree/", env!("CARGO_PKG_VERSION"), " abi/1 backends/cpu\0");
