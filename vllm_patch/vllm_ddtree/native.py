@@ -34,6 +34,10 @@ _DTYPE_NAMES = {
 }
 
 
+def _cuda_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 class LibraryError(RuntimeError):
     """libddtree refused a call; the text is the library's own message."""
 
@@ -68,7 +72,7 @@ def _first_existing(candidates: tuple[Path, ...], what: str) -> Path:
 
 
 class Library:
-    """One loaded libddtree with one context per device type."""
+    """One loaded libddtree with a context per device, made on first use."""
 
     def __init__(self) -> None:
         override = os.environ.get("DDTREE_LIBRARY")
@@ -103,15 +107,55 @@ class Library:
         self.dtypes = {
             dtype: getattr(self.lib, name) for dtype, name in _DTYPE_NAMES.items()
         }
-        self.context = self._create_context()
+        self._contexts: dict[tuple[str, int], Any] = {}
+        # Fail at load rather than in the first round.
+        self.context(torch.device("cpu"))
 
-    def _create_context(self) -> Any:
+    def new_context(self, device: torch.device, portable_kernels: bool = False) -> Any:
+        """A context of its own; portable_kernels: DDT_CONTEXT_PORTABLE_KERNELS."""
         params = self.params("ddt_context_params")
         params.abi_version = self.lib.DDT_ABI_VERSION
-        params.device = self.lib.DDT_DEVICE_CPU
+        if device.type == "cuda":
+            params.device = self.lib.DDT_DEVICE_CUDA
+            params.device_index = _cuda_index(device)
+        elif device.type == "cpu":
+            params.device = self.lib.DDT_DEVICE_CPU
+        else:
+            raise ValueError(f"libddtree runs on cpu and cuda, not on {device}")
+        if portable_kernels:
+            params.flags = self.lib.DDT_CONTEXT_PORTABLE_KERNELS
         out = self.ffi.new("ddt_context **")
         self.check(self.lib.ddt_context_create(params, out))
         return self.ffi.gc(out[0], self.lib.ddt_context_free)
+
+    def context(self, device: torch.device) -> Any:
+        """The process-wide context of a device. The first call for a GPU loads
+        the kernels and must not happen while a stream is captured."""
+        key = (device.type, _cuda_index(device) if device.type == "cuda" else 0)
+        if key not in self._contexts:
+            self._contexts[key] = self.new_context(device)
+        return self._contexts[key]
+
+    def stream(self, device: torch.device) -> Any:
+        """PyTorch's current stream of a device, NULL on the CPU."""
+        if device.type != "cuda":
+            return self.ffi.NULL
+        return self.ffi.cast("void *", torch.cuda.current_stream(device).cuda_stream)
+
+    def call(self, op: str, params: Any, device: torch.device) -> None:
+        """Run operation `op` on the device's current stream, with workspace from
+        PyTorch's allocator, which keeps it until the stream has passed the call."""
+        context = self.context(device)
+        if device.type == "cuda" and op != "tree_mask":
+            size = self.ffi.new("size_t *")
+            query = getattr(self.lib, f"ddt_{op}_workspace_size")
+            self.check(query(context, params, size))
+            if size[0]:
+                workspace = torch.empty(size[0], dtype=torch.uint8, device=device)
+                params.workspace = self.ffi.cast("void *", workspace.data_ptr())
+                params.workspace_bytes = size[0]
+        run = getattr(self.lib, f"ddt_{op}")
+        self.check(run(context, params, self.stream(device)))
 
     def params(self, struct: str) -> Any:
         """A zeroed parameter struct with its size filled in."""

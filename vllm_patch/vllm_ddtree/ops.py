@@ -71,7 +71,7 @@ def tree_build(
     params.max_stop_tokens = stop_tokens.shape[1]
     params.stop_min_depths = lib.pointer(stop_min_depths, "int32_t", torch.int32)
     params.tree = topology
-    lib.check(lib.lib.ddt_tree_build(lib.context, params, lib.ffi.NULL))
+    lib.call("tree_build", params, logits.device)
 
 
 @torch.library.custom_op("ddtree::tree_attention", mutates_args=("out",))
@@ -108,7 +108,7 @@ def tree_attention(
     params.softmax_scale = scale
     params.logit_softcap = softcap
     lib.fill_tensor(params.out, out)
-    lib.check(lib.lib.ddt_tree_attention(lib.context, params, lib.ffi.NULL))
+    lib.call("tree_attention", params, query.device)
 
 
 @torch.library.custom_op(
@@ -165,7 +165,7 @@ def gdn_verify(
     params.tree = topology
     params.norm_eps = 1e-6
     lib.fill_tensor(params.out, out)
-    lib.check(lib.lib.ddt_gdn_verify(lib.context, params, lib.ffi.NULL))
+    lib.call("gdn_verify", params, mixed_qkv.device)
 
 
 @torch.library.custom_op(
@@ -197,7 +197,7 @@ def tree_accept(
     params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
     params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
     params.output_tokens = lib.pointer(output_tokens, "int64_t", torch.int64)
-    lib.check(lib.lib.ddt_tree_accept(lib.context, params, lib.ffi.NULL))
+    lib.call("tree_accept", params, node_tokens.device)
 
 
 @torch.library.custom_op(
@@ -262,7 +262,7 @@ def commit(
     params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
     params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
     params.snapshot_tokens = lib.pointer(snapshot_tokens, "int32_t", torch.int32)
-    lib.check(lib.lib.ddt_commit(lib.context, params, ffi.NULL))
+    lib.call("commit", params, num_accepted.device)
 
 
 for _op in (tree_build, tree_attention, gdn_verify, tree_accept, commit):
