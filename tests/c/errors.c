@@ -39,9 +39,13 @@ static void contexts(void) {
   refused(ddt_context_create(&params, &context), DDT_ABI_MISMATCH,
           "context_create: params.abi_version: got 0, want 1");
   params.abi_version = DDT_ABI_VERSION;
-  params.device = DDT_DEVICE_CUDA;
+  params.device = 2;
+  refused(ddt_context_create(&params, &context), DDT_INVALID_VALUE,
+          "context_create: params.device: got 2, want 0 (CPU) or 1 (CUDA)");
+  params.device = DDT_DEVICE_CPU;
+  params.flags = 2;
   refused(ddt_context_create(&params, &context), DDT_UNSUPPORTED,
-          "context_create: params.device: got CUDA, want CPU, the only backend of this build");
+          "context_create: params.flags: got 0x2, want 0 or 0x1 (DDT_CONTEXT_PORTABLE_KERNELS)");
   refused(ddt_context_create(&params, NULL), DDT_NULL_POINTER,
           "context_create: out: got NULL, want a pointer");
   refused(ddt_context_create(NULL, &context), DDT_NULL_POINTER,

@@ -62,3 +62,39 @@ for program in smoke errors struct_size; do
   printf 'sanitized static '
   "$out/sanitized"
 done
+
+# the driver is looked for when a CUDA context is made: none, old ones, and GPUs that cannot do it
+$cc -std=c11 $warnings -shared -fPIC "$here/stub_driver.c" -o "$out/libcuda.so.1"
+$cc -std=gnu11 $warnings -I"$root/include" "$here/driver.c" -L"$lib" -lddtree -ldl -Wl,-rpath,"$lib" -o "$out/driver"
+expect() {
+  want=$1
+  shift
+  got=$(env "$@")
+  case $got in
+  *"$want"*) ;;
+  *)
+    printf 'got  %s\nwant %s\n' "$got" "$want" >&2
+    exit 1
+    ;;
+  esac
+}
+stub="LD_LIBRARY_PATH=$out"
+if ! ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1'; then
+  expect "DDT_NO_DEVICE context_create: CUDA driver: got none, want libcuda.so.1" "$out/driver"
+fi
+expect "DDT_CUDA_ERROR context_create: CUDA driver: got one for CUDA 12.4, want 13.0 or later" \
+  "$stub" STUB_VERSION=12040 "$out/driver"
+expect "DDT_NO_DEVICE context_create: cuInit: got CUDA_ERROR_NO_DEVICE, want success" "$stub" STUB_INIT=100 "$out/driver"
+expect "DDT_CUDA_ERROR context_create: cuInit: got driver error 999, want success" "$stub" STUB_INIT=999 "$out/driver"
+expect "DDT_NO_DEVICE context_create: params.device_index: got 0, want one of the 0 visible GPUs" \
+  "$stub" STUB_DEVICES=0 "$out/driver"
+expect "DDT_NO_DEVICE context_create: params.device_index: got 2, want one of the 2 visible GPUs" \
+  "$stub" STUB_DEVICES=2 "$out/driver" 2
+for module in 0 3; do
+  expect "DDT_ARCH_NOT_BUILT context_create: GPU: got compute capability 7.5, want one that sm_" \
+    "$stub" STUB_CAPABILITY=75 STUB_FAIL_AT_MODULE=$module "$out/driver"
+done
+expect "DDT_UNSUPPORTED context_create: GPU: got 16384 bytes of shared memory per block, want" \
+  "$stub" STUB_SHARED=16384 "$out/driver"
+expect "DDT_OK" "$stub" "$out/driver"
+echo "driver: none, old, without a GPU, without our architecture, with little shared memory, good"
