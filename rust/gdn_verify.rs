@@ -162,42 +162,59 @@ struct Request {
     paths: Paths,
 }
 
-impl Plan {
-    fn new(args: &GdnVerify) -> Result<Self> {
-        args.mixed_qkv.want_ndim("mixed_qkv", 2)?;
-        args.mixed_qkv.want_dtype("mixed_qkv", DType::FLOATS)?;
-        args.ssm_state.want_ndim("ssm_state", 4)?;
-        let &[num_rows, channels] = args.mixed_qkv.shape() else { unreachable!("ndim is 2") };
-        let heads = Heads::new("mixed_qkv", channels, args.ssm_state.shape()[1])?;
+/// What the tensors and scalars of a call say, once they are checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Checked {
+    pub(crate) heads: Heads,
+    pub(crate) num_rows: usize,
+    pub(crate) scale: f32,
+    pub(crate) norm_eps: f32,
+}
+
+impl GdnVerify<'_> {
+    /// Checks everything but the arrays, without reading a tensor's data.
+    pub(crate) fn check(&self) -> Result<Checked> {
+        self.mixed_qkv.want_ndim("mixed_qkv", 2)?;
+        self.mixed_qkv.want_dtype("mixed_qkv", DType::FLOATS)?;
+        self.ssm_state.want_ndim("ssm_state", 4)?;
+        let &[num_rows, channels] = self.mixed_qkv.shape() else { unreachable!("ndim is 2") };
+        let heads = Heads::new("mixed_qkv", channels, self.ssm_state.shape()[1])?;
         gdn::check_layer(
             heads,
-            args.mixed_qkv.dtype(),
-            &args.conv_weight,
-            args.conv_bias.as_ref(),
-            &args.conv_state,
-            &args.ssm_state,
+            self.mixed_qkv.dtype(),
+            &self.conv_weight,
+            self.conv_bias.as_ref(),
+            &self.conv_state,
+            &self.ssm_state,
         )?;
         for (name, tensor, shape) in [
-            ("a", &args.a, &[num_rows, heads.num_v][..]),
-            ("b", &args.b, &[num_rows, heads.num_v]),
-            ("a_log", &args.a_log, &[heads.num_v]),
-            ("dt_bias", &args.dt_bias, &[heads.num_v]),
-            ("out", &args.out.view(), &[num_rows, heads.num_v, GDN_HEAD_DIM]),
+            ("a", &self.a, &[num_rows, heads.num_v][..]),
+            ("b", &self.b, &[num_rows, heads.num_v]),
+            ("a_log", &self.a_log, &[heads.num_v]),
+            ("dt_bias", &self.dt_bias, &[heads.num_v]),
+            ("out", &self.out.view(), &[num_rows, heads.num_v, GDN_HEAD_DIM]),
         ] {
             tensor.want_shape(name, shape)?;
             tensor.want_dtype(name, DType::FLOATS)?;
         }
-        gdn::check_stash(heads, num_rows, &args.stash_qkv.view(), &args.stash_gates.view())?;
-        args.stash_qkv.want_dtype("stash_qkv", &[args.mixed_qkv.dtype()])?;
-        if !args.scale.is_finite() {
-            bail!(InvalidValue, "scale: got {}, want a finite number", args.scale);
+        gdn::check_stash(heads, num_rows, &self.stash_qkv.view(), &self.stash_gates.view())?;
+        self.stash_qkv.want_dtype("stash_qkv", &[self.mixed_qkv.dtype()])?;
+        if !self.scale.is_finite() {
+            bail!(InvalidValue, "scale: got {}, want a finite number", self.scale);
         }
-        let scale = if args.scale == 0.0 { (GDN_HEAD_DIM as f32).sqrt().recip() } else { args.scale };
-        let norm_eps = gdn::norm_eps(args.norm_eps)?;
+        let scale = if self.scale == 0.0 { (GDN_HEAD_DIM as f32).sqrt().recip() } else { self.scale };
+        let norm_eps = gdn::norm_eps(self.norm_eps)?;
+        if self.max_depth > MAX_DEPTH {
+            bail!(InvalidShape, "tree.max_depth: got {}, want <= {MAX_DEPTH}", self.max_depth);
+        }
+        Ok(Checked { heads, num_rows, scale, norm_eps })
+    }
+}
+
+impl Plan {
+    fn new(args: &GdnVerify) -> Result<Self> {
+        let Checked { heads, num_rows, scale, norm_eps } = args.check()?;
         want_len("state_slots", args.state_slots.len(), args.num_nodes.len())?;
-        if args.max_depth > MAX_DEPTH {
-            bail!(InvalidShape, "tree.max_depth: got {}, want <= {MAX_DEPTH}", args.max_depth);
-        }
         let nodes = args.num_nodes.len() * args.max_nodes;
         want_len("tree.parents", args.parents.len(), nodes)?;
         want_len("tree.depths", args.depths.len(), nodes)?;

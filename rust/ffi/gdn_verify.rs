@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
-use super::ptr;
+use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
 use super::types::ddt_gdn_verify_params;
 use crate::error::Result;
@@ -57,33 +57,52 @@ pub unsafe extern "C" fn ddt_gdn_verify(
 unsafe fn run(params: &ddt_gdn_verify_params) -> Result<()> {
     // SAFETY: the caller's promise, for every pointer and tensor.
     unsafe {
+        let (tree, dims) = ptr::tree(params.tree)?;
+        gdn_verify(GdnVerify {
+            state_slots: ptr::input(params.layer.state_slots, dims.num_reqs, "state_slots")?,
+            query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
+            num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+            parents: ptr::input(tree.parents, dims.num_slots(), "tree.parents")?,
+            depths: ptr::input(tree.depths, dims.num_slots(), "tree.depths")?,
+            ancestors: ptr::input(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?,
+            ..gdn_verify_tensors(params, dims)?
+        })
+    }
+}
+
+/// The arguments without their arrays, which are empty; no tensor's data is read.
+///
+/// # Safety
+/// As for [`ptr::tensor`] and [`ptr::tensor_mut`].
+pub(crate) unsafe fn gdn_verify_tensors<'a>(params: &ddt_gdn_verify_params, dims: TreeDims) -> Result<GdnVerify<'a>> {
     ptr::no_flags(params.flags)?;
-    let (tree, dims) = ptr::tree(params.tree)?;
     let layer = &params.layer;
-    gdn_verify(GdnVerify {
-        conv_weight: ptr::tensor(&layer.conv_weight, 2, "conv_weight")?,
-        conv_bias: ptr::optional_tensor(&layer.conv_bias, 1, "conv_bias")?,
-        conv_state: ptr::tensor(&layer.conv_state, 3, "conv_state")?,
-        ssm_state: ptr::tensor(&layer.ssm_state, 4, "ssm_state")?,
-        state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
-        mixed_qkv: ptr::tensor(&params.mixed_qkv, 2, "mixed_qkv")?,
-        a: ptr::tensor(&params.a, 2, "a")?,
-        b: ptr::tensor(&params.b, 2, "b")?,
-        a_log: ptr::tensor(&params.a_log, 1, "a_log")?,
-        dt_bias: ptr::tensor(&params.dt_bias, 1, "dt_bias")?,
-        query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
-        max_nodes: dims.max_nodes,
-        max_depth: dims.max_depth,
-        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-        parents: ptr::input(tree.parents, dims.num_slots(), "tree.parents")?,
-        depths: ptr::input(tree.depths, dims.num_slots(), "tree.depths")?,
-        ancestors: ptr::input(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?,
-        scale: params.scale,
-        norm_eps: params.norm_eps,
-        stash_qkv: ptr::tensor_mut(&layer.stash_qkv, 2, "stash_qkv")?,
-        stash_gates: ptr::tensor_mut(&layer.stash_gates, 3, "stash_gates")?,
-        out: ptr::tensor_mut(&params.out, 3, "out")?,
-    })
+    // SAFETY: the caller's promise, for every tensor.
+    unsafe {
+        Ok(GdnVerify {
+            conv_weight: ptr::tensor(&layer.conv_weight, 2, "conv_weight")?,
+            conv_bias: ptr::optional_tensor(&layer.conv_bias, 1, "conv_bias")?,
+            conv_state: ptr::tensor(&layer.conv_state, 3, "conv_state")?,
+            ssm_state: ptr::tensor(&layer.ssm_state, 4, "ssm_state")?,
+            state_slots: &[],
+            mixed_qkv: ptr::tensor(&params.mixed_qkv, 2, "mixed_qkv")?,
+            a: ptr::tensor(&params.a, 2, "a")?,
+            b: ptr::tensor(&params.b, 2, "b")?,
+            a_log: ptr::tensor(&params.a_log, 1, "a_log")?,
+            dt_bias: ptr::tensor(&params.dt_bias, 1, "dt_bias")?,
+            query_start: &[],
+            max_nodes: dims.max_nodes,
+            max_depth: dims.max_depth,
+            num_nodes: &[],
+            parents: &[],
+            depths: &[],
+            ancestors: &[],
+            scale: params.scale,
+            norm_eps: params.norm_eps,
+            stash_qkv: ptr::tensor_mut(&layer.stash_qkv, 2, "stash_qkv")?,
+            stash_gates: ptr::tensor_mut(&layer.stash_gates, 3, "stash_gates")?,
+            out: ptr::tensor_mut(&params.out, 3, "out")?,
+        })
     }
 }
 
