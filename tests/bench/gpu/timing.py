@@ -35,6 +35,7 @@ KV_BLOCK_SIZE = 784
 # Depths that the drafter proposes.
 HORIZON = 15
 
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Microseconds of one case: the median over the replays, and the distance between their 10th and 90th
@@ -69,12 +70,20 @@ class _Case:
     """A graph of: flush, event, the operation, event. The events are nodes of the graph, so that no launch by the
     host falls between them."""
 
-    def __init__(self, run: Callable[[], None], flush: Callable[[], None], stream: torch.cuda.Stream, warmup: int):
+    def __init__(
+        self,
+        run: Callable[[], None],
+        flush: Callable[[], None],
+        stream: torch.cuda.Stream,
+        warmup: int,
+    ):
         with torch.cuda.stream(stream):
             for _ in range(warmup):
                 run()
         stream.synchronize()
-        self.start, self.end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        self.start, self.end = (
+            torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)
+        )
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
             flush()
@@ -134,7 +143,10 @@ def kernel_times(run: Callable[[], None], replays: int = 20) -> list[tuple[str, 
     """The kernels of one call as CUPTI sees them: (name, median microseconds), L2 cold, gaps between them left out."""
     flush, stream = _flush(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+    with (
+        torch.cuda.stream(stream),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace,
+    ):
         for _ in range(3):
             run()
         for _ in range(replays):
@@ -146,14 +158,19 @@ def kernel_times(run: Callable[[], None], replays: int = 20) -> list[tuple[str, 
     events.sort(key=lambda e: e.time_range.start)
     calls: list[list] = []
     for event in events:
-        if "reduce_kernel" in event.name and "Max" in event.name and event.time_range.elapsed_us() > 30:
+        if (
+            "reduce_kernel" in event.name
+            and "Max" in event.name
+            and event.time_range.elapsed_us() > 30
+        ):
             calls.append([])
         elif calls:
             calls[-1].append(event)
     length = statistics.mode(len(call) for call in calls)
     calls = [call for call in calls if len(call) == length]
     return [
-        (calls[0][i].name, statistics.median(call[i].time_range.elapsed_us() for call in calls)) for i in range(length)
+        (calls[0][i].name, statistics.median(call[i].time_range.elapsed_us() for call in calls))
+        for i in range(length)
     ]
 
 
@@ -176,7 +193,11 @@ def floor_us(num_bytes: float, flops: float = 0.0, flops_per_us: float = 7.9e8) 
 def _provenance() -> dict[str, str]:
     def output(*command: str) -> str:
         try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split("\n")[0]
+            return (
+                subprocess.run(command, capture_output=True, text=True, check=True)
+                .stdout.strip()
+                .split("\n")[0]
+            )
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
 
@@ -184,7 +205,8 @@ def _provenance() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name(0),
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": os.environ.get("DDTREE_COMMIT") or output("git", "-C", here, "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("DDTREE_COMMIT")
+        or output("git", "-C", here, "rev-parse", "--short", "HEAD"),
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
     }
 
@@ -230,12 +252,16 @@ def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", help="JSON lines file to append to")
     parser.add_argument("--quick", action="store_true", help="only the sizes of the goals")
-    parser.add_argument("--sweep", action="store_true", help="nodes, requests and context over their ranges")
+    parser.add_argument(
+        "--sweep", action="store_true", help="nodes, requests and context over their ranges"
+    )
     parser.add_argument("--replays", type=int, default=100)
     return parser.parse_args()
 
 
-def drafter_tree(num_nodes: int, rng: random.Random, horizon: int = HORIZON) -> tuple[list[int], list[int]]:
+def drafter_tree(
+    num_nodes: int, rng: random.Random, horizon: int = HORIZON
+) -> tuple[list[int], list[int]]:
     """Parents and pop ranks, in depth-first preorder with the best child first, of the best tree of a made-up drafter.
 
     Its most likely token has a probability drawn from 0.5 to 0.85 at each depth, the others share the rest like a
@@ -245,7 +271,10 @@ def drafter_tree(num_nodes: int, rng: random.Random, horizon: int = HORIZON) -> 
     scores = []
     for _ in range(horizon):
         first = rng.uniform(0.5, 0.85)
-        scores.append([math.log(first)] + [math.log((1 - first) / (harmonic * k)) for k in range(1, num_nodes + 1)])
+        scores.append(
+            [math.log(first)]
+            + [math.log((1 - first) / (harmonic * k)) for k in range(1, num_nodes + 1)]
+        )
     heap = [(-scores[0][0], 0, 0, 0)]  # cost, parent, depth of the parent, rank
     children: list[list[int]] = [[]]
     while heap and len(children) < num_nodes:
@@ -253,7 +282,9 @@ def drafter_tree(num_nodes: int, rng: random.Random, horizon: int = HORIZON) -> 
         node = len(children)
         children.append([])
         children[parent].append(node)
-        heapq.heappush(heap, (cost + scores[depth][rank] - scores[depth][rank + 1], parent, depth, rank + 1))
+        heapq.heappush(
+            heap, (cost + scores[depth][rank] - scores[depth][rank + 1], parent, depth, rank + 1)
+        )
         if depth + 1 < horizon:
             heapq.heappush(heap, (cost - scores[depth + 1][0], node, depth + 1, 0))
     parents, ranks, stack = [], [], [(0, -1)]
@@ -287,9 +318,15 @@ def tree_fields(
     n = max_nodes or max(len(row) for row in depths)
     d = max(map(max, depths)) if max_depth is None else max_depth
     w = (n + 31) // 32
-    shapes = {name: (n,) for name in ("tokens", "parents", "depths", "first_child", "next_sibling", "pop_ranks")}
+    shapes = {
+        name: (n,)
+        for name in ("tokens", "parents", "depths", "first_child", "next_sibling", "pop_ranks")
+    }
     shapes["ancestors"] = (n, d + 1)
-    fields = {name: torch.full((len(trees), *shape), -1, dtype=torch.int32) for name, shape in shapes.items()}
+    fields = {
+        name: torch.full((len(trees), *shape), -1, dtype=torch.int32)
+        for name, shape in shapes.items()
+    }
     fields["subtree_end"] = torch.zeros(len(trees), n, dtype=torch.int32)
     fields["positions"] = torch.zeros(len(trees), n, dtype=torch.int64)
     bits = torch.zeros(len(trees), n, w, dtype=torch.int64)
@@ -317,7 +354,9 @@ def tree_fields(
         }  # fmt: skip
         for name, row in values.items():
             fields[name][r, :size] = torch.tensor(row)
-    fields["ancestor_bits"] = (bits - (bits >> 31 << 32)).to(torch.int32)  # the same 32 bits, signed
+    fields["ancestor_bits"] = (bits - (bits >> 31 << 32)).to(
+        torch.int32
+    )  # the same 32 bits, signed
     fields["num_nodes"] = torch.tensor([len(row) for row in depths], dtype=torch.int32)
     fields["flags"] = torch.zeros(len(trees), dtype=torch.int32)
     return {name: tensor.to(device) for name, tensor in fields.items()}
@@ -349,7 +388,11 @@ def _main() -> None:
     print(f"copy of 1 GiB: {copy_bandwidth() / 1e6:.2f} TB/s")
 
     dirty = _flush_buffer()
-    flushes = {"no flush": lambda: None, "flush by reads": _flush(), "flush by writes": lambda: dirty.fill_(1.0)}
+    flushes = {
+        "no flush": lambda: None,
+        "flush by reads": _flush(),
+        "flush by writes": lambda: dirty.fill_(1.0),
+    }
     for megabytes in (1, 16, 128):
         source = torch.ones(megabytes << 20, dtype=torch.uint8, device="cuda").view(torch.float32)
         result = torch.empty((), device="cuda")
@@ -366,7 +409,9 @@ def _main() -> None:
             print(f"{megabytes} MiB, {name}: sum {times['sum']} us, copy {times['copy']} us")
         for name, run in {"sum": read, "copy": copy}.items():
             kernels = kernel_times(run)
-            print(f"{megabytes} MiB, CUPTI, flush by reads: {name} {sum(us for _, us in kernels):.2f} us, {len(kernels)}")
+            print(
+                f"{megabytes} MiB, CUPTI, flush by reads: {name} {sum(us for _, us in kernels):.2f} us, {len(kernels)}"
+            )
     print(f"{time.time() - begin:.1f} s")
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the peers' files out of their published wheels.
+
+    python fetch.py FOLDER [--build CUDA_HOME]
+
+downloads about 1 GB, leaves FOLDER with 45 MB and packs them into FOLDER.tar.xz (19 MB), for a machine without a
+network: CPython 3.12, x86-64, torch 2.11, an sm_90 GPU. --build also compiles FlashInfer's kernels (five minutes on
+one core; needs torch and nvcc, no GPU); without it FlashInfer compiles them on first use.
+"""
+
+import argparse
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+
+VLLM, FLASHINFER, TVM_FFI, SGLANG = "0.33.0", "0.7.4", "0.1.11", "0.4.4"
+VLLM_FILES = (
+    "vllm/v1/attention/ops/triton_attention_helpers.py",
+    "vllm/v1/attention/ops/triton_unified_attention.py",
+    "vllm/model_executor/layers/mamba/ops/causal_conv1d.py",
+    "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
+    "vllm/v1/worker/gpu/sample/gumbel.py",
+)
+SGLANG_FILES = ("sgl_kernel/sm90/common_ops.abi3.so",)
+
+# Run with FlashInfer importable: writes build files of the two modules, prints the module folders and the files of
+# the package that its attention imports.
+GENERATE = """
+import sys, torch, flashinfer.prefill
+from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module
+from flashinfer.jit.quantization import gen_quantization_module
+bf16 = torch.bfloat16
+for spec in (
+    _gen_batch_prefill_primary_module("fa2", bf16, bf16, bf16, torch.int32, 256, 256, 0, False, False, False),
+    gen_quantization_module(),
+):
+    spec.write_ninja()
+    print("module", spec.ninja_path.parent)
+for module in list(sys.modules.values()):
+    path = getattr(module, "__file__", None) or ""
+    if path.startswith(sys.argv[1]):
+        print("file", path[len(sys.argv[1]) + 1:])
+"""
+
+
+def wheel(to: pathlib.Path, requirement: str, *options: str) -> zipfile.ZipFile:
+    """Downloads one wheel for the GPU machine."""
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 24, 17)] + [
+        "manylinux2014_x86_64"
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(to),
+    ]
+    command += ["--python-version", "3.12", "--implementation", "cp", *options]
+    subprocess.run(
+        [*command, *(a for p in platforms for a in ("--platform", p)), requirement], check=True
+    )
+    stem = requirement.replace("-", "_").replace("==", "-")
+    return zipfile.ZipFile(next(to.glob(f"{stem}-*.whl")))
+
+
+def flashinfer(
+    source: zipfile.ZipFile, target: pathlib.Path, tmp: pathlib.Path, cuda_home: str | None
+) -> None:
+    """FlashInfer's Python, as far as its attention imports it, and its kernels where it looks for compiled ones."""
+    unpacked = tmp / "flashinfer"
+    source.extractall(unpacked)
+    if cuda_home is None:
+        unpacked.rename(target)
+        return
+    tools = tmp / "tools"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", str(tools), "--no-deps", "ninja", "einops", "tabulate",
+         "nvidia-ml-py", f"apache-tvm-ffi=={TVM_FFI}"], check=True,
+    )  # fmt: skip
+    environment = dict(
+        os.environ, PYTHONPATH=f"{tools}:{unpacked}", CUDA_HOME=cuda_home, FLASHINFER_CUDA_ARCH_LIST="9.0a",
+        FLASHINFER_WORKSPACE_BASE=str(tmp / "cache"),
+    )  # fmt: skip
+    output = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(unpacked)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for kind, path in (line.split(" ", 1) for line in output.splitlines()):
+        if kind == "file":
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_bytes((unpacked / path).read_bytes())
+            continue
+        folder = pathlib.Path(path)
+        # ninja stops at the link where CUDA has no libcuda stub; all that is missing is there at run time.
+        subprocess.run([tools / "bin" / "ninja", "-k0"], cwd=folder, env=environment, check=False)
+        library = target / "flashinfer" / "data" / "aot" / folder.name / f"{folder.name}.so"
+        library.parent.mkdir(parents=True)
+        objects = shlex.join(map(str, folder.glob("*.o")))
+        runtime = next(pathlib.Path(cuda_home).glob("lib*/libcudart.so.1?"))
+        subprocess.run(
+            f"c++ -shared {objects} {runtime} -o {shlex.quote(str(library))}",
+            shell=True,
+            check=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--build", metavar="CUDA_HOME")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        tmp = pathlib.Path(name)
+        for file in VLLM_FILES:
+            wheel(tmp, f"vllm=={VLLM}").extract(file, args.folder / f"vllm-{VLLM}")
+        for file in SGLANG_FILES:
+            wheel(tmp, f"sglang-kernel=={SGLANG}").extract(
+                file, args.folder / f"sglang-kernel-{SGLANG}"
+            )
+        target = args.folder / f"flashinfer-{FLASHINFER}"
+        flashinfer(wheel(tmp, f"flashinfer-python=={FLASHINFER}"), target, tmp, args.build)
+        with wheel(tmp, f"apache-tvm-ffi=={TVM_FFI}") as ffi:
+            ffi.extractall(
+                target,
+                [n for n in ffi.namelist() if not n.startswith(("tvm_ffi/include", "tvm_ffi/src"))],
+            )
+    with tarfile.open(f"{args.folder}.tar.xz", "w:xz", preset=3) as archive:
+        archive.add(args.folder, ".")
+
+
+if __name__ == "__main__":
+    main()
