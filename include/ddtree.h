@@ -274,12 +274,14 @@ typedef struct ddt_tree_accept_params {
   uint32_t struct_size;
   // Must be 0.
   uint32_t flags;
-  // Reads num_nodes, tokens, first_child, next_sibling; sets bits of flags unless NULL.
+  // Reads num_nodes, tokens, first_child, next_sibling, and positions with temperatures or
+  // next_positions; sets bits of flags unless NULL.
   struct ddt_tree *tree;
   // `[R + 1]`.
   const int32_t *query_start;
-  // `[T,V]` f32, f16 or bf16, processed by the caller: each row chooses its largest logit, the
-  // lowest id among equals, never a NaN. Absent iff node_tokens is given.
+  // `[T,V]` f32, f16 or bf16, processed by the caller, temperature included: each row chooses
+  // its largest logit, or with temperatures its largest sum of logit and noise; the lowest id
+  // among equals, never a NaN. Absent iff node_tokens is given.
   struct ddt_tensor logits;
   // `[T]` the token that the caller sampled from the target at each row.
   const int64_t *node_tokens;
@@ -293,6 +295,20 @@ typedef struct ddt_tree_accept_params {
   void *workspace;
   // Its size.
   size_t workspace_bytes;
+  // `[R]` optional, needs logits and seeds: 0 = no noise, anything else = the row is sampled.
+  // The logits have been divided by it already.
+  const float *temperatures;
+  // `[R]` seeds of the noise, required iff temperatures is given. The noise of a row is that of
+  // its seed, position and token in vLLM 0.32 and 0.33 (f32, not use_fp64_gumbel), up to the
+  // last bits of log.
+  const int64_t *seeds;
+  // `[R][D + 1]` out, optional: the rows of the root and of the accepted nodes, padding -1.
+  int32_t *accepted_rows;
+  // `[R]` out, optional: position of the bonus token, padding 0.
+  int64_t *next_positions;
+  // `[R]` out, optional: rows of the request, idle ones included, that are neither the root nor
+  // accepted; padding 0.
+  int32_t *num_rejected;
 } ddt_tree_accept_params;
 
 // Parameters of ddt_tree_attention. T = rows, Hq and Hkv = query and KV heads, Dh = head dim.
@@ -567,17 +583,19 @@ ddt_status ddt_last_error(char *buf, size_t len, size_t *needed);
 // Walks each tree from its root along the target's choices until no child has the chosen token,
 // which is then the bonus token.
 //
-// A choice is the largest logit of the node's row, or the caller's sampled token: with tokens
-// sampled from the target, the output is what the target alone would have produced.
+// A choice is the largest logit of the node's row, a token sampled from the row by its seed and
+// position, or the caller's sampled token: with tokens sampled from the target, the output is what
+// the target alone would have produced.
 //
-// Writes: num_accepted, accepted_nodes, output_tokens, padding included. Sets DDT_FLAG_NONFINITE
-// in tree.flags, if that is not NULL, for a request with a visited row that has a NaN or nothing
-// above -inf.
+// Writes: num_accepted, accepted_nodes, output_tokens, accepted_rows, next_positions and
+// num_rejected, padding included. Sets DDT_FLAG_NONFINITE in tree.flags, if that is not NULL, for
+// a request with a visited row that has a NaN or nothing above -inf.
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (V not in 1 to
 // 2^31 - 1). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither of logits and node_tokens;
-// query_start or num_nodes out of range; links that do not lead to a later node; an accepted
-// path longer than max_depth). DDT_UNSUPPORTED (unknown flags).
+// temperatures with node_tokens; one of temperatures and seeds without the other; query_start or
+// num_nodes out of range; links that do not lead to a later node; an accepted path longer than
+// max_depth). DDT_UNSUPPORTED (unknown flags).
 DDT_NODISCARD
 ddt_status ddt_tree_accept(const struct ddt_context *context,
                            const struct ddt_tree_accept_params *params,

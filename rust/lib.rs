@@ -24,6 +24,7 @@ mod error;
 pub mod ffi;
 mod gdn;
 mod gdn_verify;
+pub mod gumbel;
 mod lanes;
 pub mod scores;
 mod tensor;
@@ -43,7 +44,7 @@ pub use tree::{
     FLAG_CANDIDATES_EXHAUSTED, FLAG_NO_CANDIDATES, FLAG_NONFINITE, MAX_DEPTH, MAX_NODE_BUDGET, RequestRows,
     Tree, request_rows,
 };
-pub use tree_accept::{AcceptedPath, GreedyChoice, TreeLinks, greedy_choice, tree_accept};
+pub use tree_accept::{AcceptedPath, Choice, TreeLinks, greedy_choice, sampled_choice, tree_accept};
 pub use tree_attention::{TreeAttention, tree_attention};
 pub use tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
 pub use tree_mask::{Topology, tree_mask};

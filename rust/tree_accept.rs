@@ -2,6 +2,7 @@
 //! The walk down a tree along the target's choices.
 
 use crate::error::{Result, bail};
+use crate::gumbel::{GumbelNoise, MAX_NOISE};
 use crate::tensor::TensorRef;
 
 /// The links of one tree that the walk follows, an entry per node. The tree may have been cut after
@@ -75,27 +76,22 @@ pub fn tree_accept(
     }
 }
 
-/// The greedy choice of one row.
+/// The choice of one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GreedyChoice {
-    /// The largest logit, the lowest id among equals; 0 if nothing is above -inf.
+pub struct Choice {
+    /// The token of the largest value, the lowest id among equals; 0 if nothing is above -inf.
     pub token: i64,
     /// The row has a NaN, which never wins, or nothing above -inf.
     pub is_nonfinite: bool,
 }
 
-/// Chooses from a floating-point vector of logits.
-pub fn greedy_choice(logits: TensorRef<'_>) -> GreedyChoice {
-    const CHUNK: usize = 1024;
+/// Chooses the largest of a floating-point vector of logits.
+pub fn greedy_choice(logits: TensorRef<'_>) -> Choice {
     const LANES: usize = 16;
-    let vocab = logits.shape()[0];
-    let mut buffer = [0.0f32; CHUNK];
     let mut best = f32::NEG_INFINITY;
     let mut token = 0;
     let mut has_nan = false;
-    for start in (0..vocab).step_by(CHUNK) {
-        let x = &mut buffer[..CHUNK.min(vocab - start)];
-        logits.load_f32(start, x);
+    in_chunks(logits, |start, x| {
         // independent lanes, so that the loop vectorises; a comparison with NaN is false
         let mut lanes = [best; LANES];
         for part in x.chunks(LANES) {
@@ -109,6 +105,40 @@ pub fn greedy_choice(logits: TensorRef<'_>) -> GreedyChoice {
             best = max;
             token = start + x.iter().position(|&x| x == max).unwrap_or(0);
         }
+    });
+    Choice { token: token as i64, is_nonfinite: has_nan || best == f32::NEG_INFINITY }
+}
+
+/// Samples from the softmax of a floating-point vector of logits: chooses the largest sum of logit
+/// and noise, rounded to f32.
+pub fn sampled_choice(logits: TensorRef<'_>, noise: GumbelNoise) -> Choice {
+    let mut best = f32::NEG_INFINITY;
+    let mut token = 0;
+    let mut has_nan = false;
+    in_chunks(logits, |start, x| {
+        for (i, &x) in x.iter().enumerate() {
+            has_nan |= x.is_nan();
+            // most tokens cannot win, whatever their noise
+            if x + MAX_NOISE > best {
+                let value = x + noise.of((start + i) as u32);
+                if value > best {
+                    best = value;
+                    token = start + i;
+                }
+            }
+        }
+    });
+    Choice { token: token as i64, is_nonfinite: has_nan || best == f32::NEG_INFINITY }
+}
+
+/// Calls `visit` with the first index and the elements of each chunk, in order.
+fn in_chunks(logits: TensorRef<'_>, mut visit: impl FnMut(usize, &[f32])) {
+    const CHUNK: usize = 1024;
+    let vocab = logits.shape()[0];
+    let mut buffer = [0.0f32; CHUNK];
+    for start in (0..vocab).step_by(CHUNK) {
+        let x = &mut buffer[..CHUNK.min(vocab - start)];
+        logits.load_f32(start, x);
+        visit(start, x);
     }
-    GreedyChoice { token: token as i64, is_nonfinite: has_nan || best == f32::NEG_INFINITY }
 }

@@ -10,7 +10,7 @@ use common::buffers::{ABSENT, Context, POISON, TreeBuffers, last_error, tensor};
 use common::reference;
 use ddtree::ffi::*;
 use ddtree::{
-    AcceptedPath, FLAG_NONFINITE, GreedyChoice, Status, TensorRef, Topology, Tree, TreeLinks, greedy_choice,
+    AcceptedPath, Choice, FLAG_NONFINITE, Status, TensorRef, Topology, Tree, TreeLinks, greedy_choice,
     tree_accept, tree_mask,
 };
 use half::{bf16, f16};
@@ -55,11 +55,11 @@ fn walk(tree: &Tree, choice: impl Fn(usize) -> i64) -> AcceptedPath {
 }
 
 /// Argmax by sorting: largest value, then lowest id; NaN and -inf only if nothing else, which is id 0.
-fn argmax(row: &[f32]) -> GreedyChoice {
+fn argmax(row: &[f32]) -> Choice {
     let mut order: Vec<usize> = (0..row.len()).filter(|&id| row[id] > f32::NEG_INFINITY).collect();
     order.sort_by(|&a, &b| row[b].partial_cmp(&row[a]).unwrap().then(a.cmp(&b)));
     let token = order.first().map_or(0, |&id| id as i64);
-    GreedyChoice { token, is_nonfinite: order.is_empty() || row.iter().any(|x| x.is_nan()) }
+    Choice { token, is_nonfinite: order.is_empty() || row.iter().any(|x| x.is_nan()) }
 }
 
 fn links(tree: &Tree) -> TreeLinks<'_> {
@@ -159,6 +159,11 @@ impl Call {
             output_tokens: self.output_tokens.as_mut_ptr(),
             workspace: null_mut(),
             workspace_bytes: 0,
+            temperatures: null(),
+            seeds: null(),
+            accepted_rows: null_mut(),
+            next_positions: null_mut(),
+            num_rejected: null_mut(),
         };
         change(&mut params);
         // SAFETY: all arrays have the lengths that the header asks for, or the call refuses them.

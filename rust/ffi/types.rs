@@ -319,12 +319,14 @@ pub struct ddt_tree_accept_params {
     pub struct_size: u32,
     /// Must be 0.
     pub flags: u32,
-    /// Reads num_nodes, tokens, first_child, next_sibling; sets bits of flags unless NULL.
+    /// Reads num_nodes, tokens, first_child, next_sibling, and positions with temperatures or
+    /// next_positions; sets bits of flags unless NULL.
     pub tree: *mut ddt_tree,
     /// `[R + 1]`.
     pub query_start: *const i32,
-    /// `[T,V]` f32, f16 or bf16, processed by the caller: each row chooses its largest logit, the
-    /// lowest id among equals, never a NaN. Absent iff node_tokens is given.
+    /// `[T,V]` f32, f16 or bf16, processed by the caller, temperature included: each row chooses
+    /// its largest logit, or with temperatures its largest sum of logit and noise; the lowest id
+    /// among equals, never a NaN. Absent iff node_tokens is given.
     pub logits: ddt_tensor,
     /// `[T]` the token that the caller sampled from the target at each row.
     pub node_tokens: *const i64,
@@ -338,6 +340,20 @@ pub struct ddt_tree_accept_params {
     pub workspace: *mut c_void,
     /// Its size.
     pub workspace_bytes: usize,
+    /// `[R]` optional, needs logits and seeds: 0 = no noise, anything else = the row is sampled.
+    /// The logits have been divided by it already.
+    pub temperatures: *const f32,
+    /// `[R]` seeds of the noise, required iff temperatures is given. The noise of a row is that of
+    /// its seed, position and token in vLLM 0.32 and 0.33 (f32, not use_fp64_gumbel), up to the
+    /// last bits of log.
+    pub seeds: *const i64,
+    /// `[R][D + 1]` out, optional: the rows of the root and of the accepted nodes, padding -1.
+    pub accepted_rows: *mut i32,
+    /// `[R]` out, optional: position of the bonus token, padding 0.
+    pub next_positions: *mut i64,
+    /// `[R]` out, optional: rows of the request, idle ones included, that are neither the root nor
+    /// accepted; padding 0.
+    pub num_rejected: *mut i32,
 }
 
 /// The KV cache of one attention layer.
