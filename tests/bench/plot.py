@@ -180,7 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("data", type=pathlib.Path)
     args = parser.parse_args()
-    matplotlib.rcParams["svg.hashsalt"] = "ddtree"  # the same data give the same file
+    # the same data give the same file, and text stays text
+    matplotlib.rcParams.update({"svg.hashsalt": "ddtree", "svg.fonttype": "none"})
     lines = read(args.data)
     gpus = sorted({f"{line['gpu']}, driver {line['driver']}" for line in lines})
     text = [
