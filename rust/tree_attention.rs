@@ -87,6 +87,77 @@ pub fn tree_attention(mut args: TreeAttention) -> Result<()> {
     Ok(())
 }
 
+/// The arguments that say what shape everything has, and the scalars: what every backend checks before it runs.
+pub(crate) struct Tensors<'a> {
+    pub(crate) query: &'a TensorRef<'a>,
+    pub(crate) key_cache: &'a TensorRef<'a>,
+    pub(crate) value_cache: &'a TensorRef<'a>,
+    pub(crate) block_table: &'a TensorRef<'a>,
+    pub(crate) out: &'a TensorRef<'a>,
+    pub(crate) softmax_scale: f32,
+    pub(crate) logit_softcap: f32,
+}
+
+/// The extents that [`Tensors::check`] has found to agree.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct Dims {
+    pub(crate) num_rows: usize,
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    /// Query heads per KV head.
+    pub(crate) group: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) num_blocks: usize,
+    pub(crate) block_size: usize,
+    pub(crate) max_blocks: usize,
+}
+
+impl Tensors<'_> {
+    pub(crate) fn check(&self, num_reqs: usize) -> Result<Dims> {
+        self.query.want_ndim("query", 3)?;
+        self.query.want_dtype("query", DType::FLOATS)?;
+        let &[num_rows, num_heads, head_dim] = self.query.shape() else { unreachable!("ndim is 3") };
+        self.key_cache.want_ndim("key_cache", 4)?;
+        let &[num_blocks, num_kv_heads, block_size, _] = self.key_cache.shape() else {
+            unreachable!("ndim is 4")
+        };
+        for (name, cache) in [("key_cache", self.key_cache), ("value_cache", self.value_cache)] {
+            cache.want_shape(name, &[num_blocks, num_kv_heads, block_size, head_dim])?;
+            cache.want_dtype(name, &[self.query.dtype(), DType::F32])?;
+        }
+        self.out.want_shape("out", &[num_rows, num_heads, head_dim])?;
+        self.out.want_dtype("out", DType::FLOATS)?;
+        if !HEAD_DIMS.contains(&head_dim) {
+            bail!(Unsupported, "query shape[2]: got head dim {head_dim}, want one of {HEAD_DIMS:?}");
+        }
+        if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+            bail!(
+                InvalidShape,
+                "query shape[1]: got {num_heads} heads, want a multiple of the {num_kv_heads} KV heads"
+            );
+        }
+        let group = num_heads / num_kv_heads;
+        if group > MAX_GROUP {
+            bail!(Unsupported, "query heads per KV head: got {group}, want at most {MAX_GROUP}");
+        }
+        if block_size == 0 {
+            bail!(InvalidShape, "key_cache shape[2]: got block size 0, want >= 1");
+        }
+        if !self.softmax_scale.is_finite() {
+            bail!(InvalidValue, "softmax_scale: got {}, want a finite number", self.softmax_scale);
+        }
+        if !self.logit_softcap.is_finite() || self.logit_softcap < 0.0 {
+            bail!(InvalidValue, "logit_softcap: got {}, want a finite number >= 0", self.logit_softcap);
+        }
+        self.block_table.want_ndim("block_table", 2)?;
+        self.block_table.want_dim("block_table", 0, num_reqs, "requests")?;
+        self.block_table.want_dtype("block_table", &[DType::I32])?;
+        let max_blocks = self.block_table.shape()[1];
+        Ok(Dims { num_rows, num_heads, num_kv_heads, group, head_dim, num_blocks, block_size, max_blocks })
+    }
+}
+
 /// The checked arguments, padding requests left out.
 struct Plan {
     head_dim: usize,
@@ -122,45 +193,17 @@ impl Request {
 
 impl Plan {
     fn new(args: &TreeAttention) -> Result<Self> {
-        args.query.want_ndim("query", 3)?;
-        args.query.want_dtype("query", DType::FLOATS)?;
-        let &[num_rows, num_heads, head_dim] = args.query.shape() else { unreachable!("ndim is 3") };
-        args.key_cache.want_ndim("key_cache", 4)?;
-        let &[num_blocks, num_kv_heads, block_size, _] = args.key_cache.shape() else {
-            unreachable!("ndim is 4")
-        };
-        for (name, cache) in [("key_cache", &args.key_cache), ("value_cache", &args.value_cache)] {
-            cache.want_shape(name, &[num_blocks, num_kv_heads, block_size, head_dim])?;
-            cache.want_dtype(name, &[args.query.dtype(), DType::F32])?;
-        }
-        args.out.want_shape("out", &[num_rows, num_heads, head_dim])?;
-        args.out.want_dtype("out", DType::FLOATS)?;
-        if !HEAD_DIMS.contains(&head_dim) {
-            bail!(Unsupported, "query shape[2]: got head dim {head_dim}, want one of {HEAD_DIMS:?}");
-        }
-        if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
-            bail!(
-                InvalidShape,
-                "query shape[1]: got {num_heads} heads, want a multiple of the {num_kv_heads} KV heads"
-            );
-        }
-        let group = num_heads / num_kv_heads;
-        if group > MAX_GROUP {
-            bail!(Unsupported, "query heads per KV head: got {group}, want at most {MAX_GROUP}");
-        }
-        if block_size == 0 {
-            bail!(InvalidShape, "key_cache shape[2]: got block size 0, want >= 1");
-        }
-        if !args.softmax_scale.is_finite() {
-            bail!(InvalidValue, "softmax_scale: got {}, want a finite number", args.softmax_scale);
-        }
-        if !args.logit_softcap.is_finite() || args.logit_softcap < 0.0 {
-            bail!(InvalidValue, "logit_softcap: got {}, want a finite number >= 0", args.logit_softcap);
-        }
         let num_reqs = args.num_nodes.len();
-        args.block_table.want_ndim("block_table", 2)?;
-        args.block_table.want_dim("block_table", 0, num_reqs, "requests")?;
-        args.block_table.want_dtype("block_table", &[DType::I32])?;
+        let dims = Tensors {
+            query: &args.query,
+            key_cache: &args.key_cache,
+            value_cache: &args.value_cache,
+            block_table: &args.block_table,
+            out: &args.out.view(),
+            softmax_scale: args.softmax_scale,
+            logit_softcap: args.logit_softcap,
+        }
+        .check(num_reqs)?;
         want_len("seq_lens", args.seq_lens.len(), num_reqs)?;
         if let Some(prefix_rows) = args.prefix_rows {
             want_len("prefix_rows", prefix_rows.len(), num_reqs)?;
@@ -168,7 +211,8 @@ impl Plan {
         let bits = num_reqs * args.max_nodes * args.max_nodes.div_ceil(32);
         want_len("tree.ancestor_bits", args.ancestor_bits.len(), bits)?;
         let mut requests = Vec::new();
-        for (index, rows) in request_rows(args.query_start, args.num_nodes, num_rows)?.iter().enumerate() {
+        for (index, rows) in request_rows(args.query_start, args.num_nodes, dims.num_rows)?.iter().enumerate()
+        {
             if rows.num_nodes > 0 {
                 let request = Request::new(args, index, rows)?;
                 request.check_blocks(args)?;
@@ -177,6 +221,7 @@ impl Plan {
             }
         }
         let score = Score { scale: args.softmax_scale, softcap: args.logit_softcap };
+        let Dims { head_dim, num_kv_heads, group, .. } = dims;
         Ok(Self { head_dim, num_kv_heads, group, score, requests })
     }
 }

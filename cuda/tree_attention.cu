@@ -1,0 +1,701 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention of tree nodes over a paged KV cache. See tree_attention.cuh for how work is cut,
+// tree_attention.md for why.
+#include "tree_attention.cuh"
+
+namespace ddt::tree_attention {
+namespace {
+
+// ---- a line's result
+
+// Writes two neighbouring elements of an output line.
+__device__ __forceinline__ void store_pair(const ddt_cuda_view &out, int64_t offset, float a, float b) {
+  switch (out.dtype) {
+    case DDT_CUDA_F16:
+      *reinterpret_cast<__half2 *>(static_cast<__half *>(out.data) + offset) = __floats2half2_rn(a, b);
+      break;
+    case DDT_CUDA_BF16:
+      *reinterpret_cast<__nv_bfloat162 *>(static_cast<__nv_bfloat16 *>(out.data) + offset) = __floats2bfloat162_rn(a, b);
+      break;
+    default: *reinterpret_cast<float2 *>(static_cast<float *>(out.data) + offset) = make_float2(a, b);
+  }
+}
+
+// ---- bf16 and f16 on tensor cores, after FlashAttention-2 (arXiv 2307.08691)
+//
+// One CTA works on a row tile with one warp per 16 lines. K and V tiles of a piece go through a ring of shared
+// memory in the order K0 V0 K1 V1 ...; while one is used, the next stages - 1 are on their way.
+// A row of a tile is cut into chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
+// the 8 rows that an ldmatrix reads at the same chunk lie in different banks.
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float a, float b);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return reinterpret_cast<const uint32_t &>(pair);
+}
+
+// Whether one of two packed elements is NaN or infinite: all exponent bits set.
+template <typename T>
+__device__ __forceinline__ bool not_finite(uint32_t pair);
+template <>
+__device__ __forceinline__ bool not_finite<__nv_bfloat16>(uint32_t pair) {
+  return (((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u) != 0;
+}
+template <>
+__device__ __forceinline__ bool not_finite<__half>(uint32_t pair) {
+  return (((pair & 0x7c007c00u) + 0x04000400u) & 0x80008000u) != 0;
+}
+
+template <int DIM>
+struct Tiles {
+  static constexpr int TOKENS = DIM == 256 ? DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_256
+                                           : DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128;
+  static constexpr int WORDS = TOKENS / 32;      // of a mask with a bit per token
+  static constexpr int CHUNKS = DIM / 8;         // of a row
+  static constexpr int ROW_BYTES = DIM * 2;
+  static constexpr int BYTES = TOKENS * ROW_BYTES;  // of a K or V tile
+
+  __device__ static char *chunk(char *tile, int row, int chunk) {
+    return tile + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+  }
+};
+
+// Brings the K and V tiles of a piece to shared memory, one tile per call of `load`.
+template <typename T, int DIM>
+class Loader {
+  using Tile = Tiles<DIM>;
+
+ public:
+  __device__ Loader(const Params &p, const Piece &piece, char *ring, uint32_t (*valid)[Tile::WORDS])
+      : p_(p),
+        ring_(ring),
+        valid_(valid),
+        keys_(static_cast<const T *>(p.key_cache.data) + piece.kv_head * p.key_cache.strides[1]),
+        values_(static_cast<const T *>(p.value_cache.data) + piece.kv_head * p.value_cache.strides[1]),
+        table_(static_cast<const int32_t *>(p.block_table.data) + piece.request_index * p.block_table.strides[0]),
+        num_tokens_(visible_tokens(p, piece)),
+        token_(piece.first_tile * Tile::TOKENS),
+        left_(2 * (piece.last_tile - piece.first_tile)) {
+    prefetch_blocks();
+  }
+
+  // Starts the next tile on its way to stage `stage`; always commits a group.
+  __device__ void load(int stage) {
+    if (left_ > 0) {
+      const bool is_key = left_ % 2 == 0;
+      if (is_key) {
+#pragma unroll
+        for (int w = 0; w < Tile::WORDS; w++) {
+          block_[w] = next_block_[w];
+          offset_[w] = next_offset_[w];
+          const uint32_t valid = __ballot_sync(FULL_WARP, block_[w] >= 0);
+          if (threadIdx.x == 0) valid_[stage][w] = valid;
+        }
+        token_ += Tile::TOKENS;
+        if (left_ > 2) prefetch_blocks();
+      }
+      copy(stage, is_key ? keys_ : values_, is_key ? p_.key_cache : p_.value_cache);
+      left_--;
+    }
+    copy_async_commit();
+  }
+
+ private:
+  // Lane b looks up where tokens token_ + b and token_ + 32 + b are, a tile before they are needed.
+  __device__ void prefetch_blocks() {
+#pragma unroll
+    for (int w = 0; w < Tile::WORDS; w++) {
+      const int token = token_ + 32 * w + static_cast<int>(threadIdx.x % 32);
+      const int index = token / p_.block_size;
+      next_offset_[w] = token - index * p_.block_size;
+      next_block_[w] = -1;
+      if (token < num_tokens_) {
+        const int block = table_[index * p_.block_table.strides[1]];
+        if (block < p_.num_blocks) next_block_[w] = block;
+      }
+    }
+  }
+
+  __device__ void copy(int stage, const T *cache, const ddt_cuda_view &view) {
+    char *tile = ring_ + stage * Tile::BYTES;
+    const int64_t block_stride = view.strides[0], token_stride = view.strides[2];
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
+      const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+      // all rows of a warp are in the same 32 tokens
+      const int word = Tile::WORDS == 1 ? 0 : row / 32;
+      const int block = __shfl_sync(FULL_WARP, block_[0] * (word == 0) + block_[Tile::WORDS - 1] * (word != 0), row % 32);
+      const int offset =
+          __shfl_sync(FULL_WARP, offset_[0] * (word == 0) + offset_[Tile::WORDS - 1] * (word != 0), row % 32);
+      const T *source = cache + max(block, 0) * block_stride + offset * token_stride + chunk * 8;
+      copy_async_16(Tile::chunk(tile, row, chunk), source, block >= 0);
+    }
+  }
+
+  const Params &p_;
+  char *ring_;
+  uint32_t (*valid_)[Tile::WORDS];
+  const T *keys_;
+  const T *values_;
+  const int32_t *table_;
+  int num_tokens_;
+  int token_;  // first of the next K tile
+  int left_;   // K and V tiles that are still to be loaded
+  int block_[Tile::WORDS], offset_[Tile::WORDS];
+  int next_block_[Tile::WORDS], next_offset_[Tile::WORDS];
+};
+
+template <typename T, int DIM>
+__device__ void load_queries(const Params &p, const Piece &piece, char *queries) {
+  using Tile = Tiles<DIM>;
+  const T *query = static_cast<const T *>(p.query.data);
+  for (int i = threadIdx.x; i < p.tile_rows * Tile::CHUNKS; i += blockDim.x) {
+    const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+    const int line = piece.first_line + row;
+    const bool valid = line < piece.request.num_lines;
+    const int q = valid ? line / p.group : 0;
+    const int head = piece.kv_head * p.group + (valid ? line - q * p.group : 0);
+    const T *source = query + (piece.request.first_row + q) * p.query.strides[0] + head * p.query.strides[1];
+    copy_async_16(Tile::chunk(queries, row, chunk), source + chunk * 8, valid);
+  }
+}
+
+// The 16 lines of one warp: accumulators of m16n8k16. Lane l holds lines l / 4 and l / 4 + 8, and
+// columns 2 * (l % 4) and the next one of every 8.
+template <typename T, int DIM>
+struct Lines {
+  using Tile = Tiles<DIM>;
+  float out[DIM / 8][4];
+  float max[2];
+  float sum[2];  // of this lane's columns only
+  uint32_t weights[Tile::TOKENS / 16][4];  // of the tile at hand, as operand A
+
+  __device__ Lines() {
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[n][i] = 0.0f;
+    }
+    max[0] = max[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  // Scores of a K tile, and with them the weights of its V tile.
+  template <typename Mask>
+  __device__ void attend_keys(const Params &p, char *queries, char *keys, bool masked, Mask mask) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float scores[Tile::TOKENS / 8][4] = {};
+    // rows of both tiles: their number % 8 is that of the lane
+    const int query_row = warp * 16 + lane % 16, key_row = lane % 8 + lane / 16 * 8;
+    const char *query = queries + query_row * Tile::ROW_BYTES;
+    const char *key = keys + key_row * Tile::ROW_BYTES;
+    const int query_chunk = lane / 16, key_chunk = lane / 8 % 2, flip = lane % 8;
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) {
+      uint32_t a[4];
+      load_matrix_x4(a, query + (k / 4 * 8 + ((k % 4 * 2 + query_chunk) ^ flip)) * 16);
+#pragma unroll
+      for (int n = 0; n < Tile::TOKENS / 16; n++) {
+        uint32_t b[4];
+        load_matrix_x4(b, key + n * 16 * Tile::ROW_BYTES + (k / 4 * 8 + ((k % 4 * 2 + key_chunk) ^ flip)) * 16);
+        mma_m16n8k16<T>(scores[2 * n], a, b[0], b[1]);
+        mma_m16n8k16<T>(scores[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+    if (p.softcap == 0.0f) {
+#pragma unroll
+      for (int n = 0; n < Tile::TOKENS / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[n][i] *= p.score_scale;
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < Tile::TOKENS / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[n][i] = score_of(p, scores[n][i]);
+      }
+    }
+    if (masked) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int w = 0; w < Tile::WORDS; w++) {
+          const uint32_t bits = mask(half, w) >> (lane % 4 * 2);
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              if (!(bits >> (n * 8 + i) & 1)) scores[w * 4 + n][half * 2 + i] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+    update(scores);
+  }
+
+  // Adds the weighted values of a V tile.
+  __device__ void attend_values(char *values) {
+    const int lane = threadIdx.x % 32;
+    const char *value = values + lane % 16 * Tile::ROW_BYTES;
+    const int value_chunk = lane / 16, flip = lane % 8;
+#pragma unroll
+    for (int k = 0; k < Tile::TOKENS / 16; k++) {
+#pragma unroll
+      for (int n = 0; n < DIM / 16; n++) {
+        uint32_t b[4];
+        load_matrix_x4_transposed(
+            b, value + k * 16 * Tile::ROW_BYTES + (n / 4 * 8 + ((n % 4 * 2 + value_chunk) ^ flip)) * 16);
+        mma_m16n8k16<T>(out[2 * n], weights[k], b[0], b[1]);
+        mma_m16n8k16<T>(out[2 * n + 1], weights[k], b[2], b[3]);
+      }
+    }
+  }
+
+  // Adds one row of values, in global memory, for the lines that give it a weight.
+  __device__ void attend_value(int token, const T *value) {
+    const int lane = threadIdx.x % 32;
+    const int owner = lane / 4 * 4 + token % 8 / 2;
+    float weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint32_t pair = 0;
+#pragma unroll
+      for (int k = 0; k < Tile::TOKENS / 16; k++) {
+#pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+          if (token / 8 == 2 * k + upper) pair = weights[k][half + 2 * upper];
+        }
+      }
+      pair = __shfl_sync(FULL_WARP, pair, owner);
+      const uint16_t bits = token % 2 == 0 ? pair & 0xffff : pair >> 16;
+      weight[half] = to_f32(reinterpret_cast<const T &>(bits));
+    }
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float x = to_f32(value[n * 8 + lane % 4 * 2 + i]);
+        if (weight[0] != 0.0f) out[n][i] += weight[0] * x;
+        if (weight[1] != 0.0f) out[n][2 + i] += weight[1] * x;
+      }
+    }
+  }
+
+ private:
+  // The online softmax: brings sums and outputs to the new maximum, scores become weights.
+  __device__ void update(float (&scores)[Tile::TOKENS / 8][4]) {
+    float factor[2];
+    bool changed = false;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float top = max[half];
+#pragma unroll
+      for (int n = 0; n < Tile::TOKENS / 8; n++) top = fmaxf(top, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
+      // nothing seen yet: any finite number keeps the weights 0
+      const float base = top == -INFINITY ? 0.0f : top;
+      factor[half] = exp2f(max[half] - base);
+      changed |= top > max[half];
+      max[half] = top;
+      float sums = 0.0f;
+#pragma unroll
+      for (int n = 0; n < Tile::TOKENS / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          scores[n][half * 2 + i] = exp2f(scores[n][half * 2 + i] - base);
+          sums += scores[n][half * 2 + i];
+        }
+      }
+      sum[half] = sum[half] * factor[half] + sums;
+    }
+    if (__any_sync(FULL_WARP, changed)) {
+#pragma unroll
+      for (int n = 0; n < DIM / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[n][i] *= factor[i / 2];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < Tile::TOKENS / 16; k++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float *pair = &scores[2 * k + i / 2][i % 2 * 2];
+        weights[k][i] = pack<T>(pair[0], pair[1]);
+      }
+    }
+  }
+};
+
+template <int PENDING_MAX>
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  switch (stages) {
+    case 2: copy_async_wait<0>(); break;
+    case 3: copy_async_wait<1>(); break;
+    default: copy_async_wait<PENDING_MAX>();
+  }
+}
+
+// Bits of the tokens of a V tile that have an element that is not finite.
+template <typename T, int DIM>
+__device__ void find_nonfinite(char *values, uint32_t *words) {
+  using Tile = Tiles<DIM>;
+  for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
+    const uint4 x = *reinterpret_cast<const uint4 *>(values + i * 16);
+    if (not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w)) {
+      const int row = i / Tile::CHUNKS;
+      atomicOr(&words[row / 32], 1u << row % 32);
+    }
+  }
+}
+
+// Writes the lines of this warp: to `out` if they have seen all that they see, else as a partial result.
+template <typename T, int DIM>
+__device__ void store(const Params &p, const Piece &piece, Lines<T, DIM> &lines, int first_line) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float sum = lines.sum[half];
+    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+    const int line = first_line + half * 8;
+    if (line - piece.first_line >= p.tile_rows || line >= piece.request.num_lines) continue;
+    if (piece.whole) {
+      const int row = line / p.group, head = piece.kv_head * p.group + line - row * p.group;
+      const int64_t offset = (piece.request.first_row + row) * p.out.strides[0] + head * p.out.strides[1] + column;
+      const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+      for (int n = 0; n < DIM / 8; n++) {
+        store_pair(p.out, offset + n * 8, lines.out[n][half * 2] * scale, lines.out[n][half * 2 + 1] * scale);
+      }
+    } else {
+      const int64_t place = int64_t(piece.slot) * p.tile_rows + line - piece.first_line;
+      float *out = p.partial_out + place * DIM + column;
+#pragma unroll
+      for (int n = 0; n < DIM / 8; n++) {
+        *reinterpret_cast<float2 *>(out + n * 8) = make_float2(lines.out[n][half * 2], lines.out[n][half * 2 + 1]);
+      }
+      if (column == 0) reinterpret_cast<float2 *>(p.partial_stats)[place] = make_float2(lines.max[half], sum);
+    }
+  }
+}
+
+template <typename T, int DIM>
+__device__ void attend(const Params &p) {
+  using Tile = Tiles<DIM>;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ uint32_t valid[DDT_CUDA_TREE_ATTENTION_MAX_STAGES][Tile::WORDS];
+  __shared__ uint32_t nonfinite[Tile::WORDS];
+  char *queries = shared, *ring = shared + p.tile_rows * Tile::ROW_BYTES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  Pieces pieces(p);
+  Piece piece;
+  while (pieces.next(piece)) {
+    Loader<T, DIM> loader(p, piece, ring, valid);
+    load_queries<T, DIM>(p, piece, queries);
+    for (int stage = 0; stage < p.stages - 1; stage++) loader.load(stage);
+
+    const int mask_free = shared_tokens(p, piece);
+    const int first_line = piece.first_line + warp * 16 + lane / 4;
+    const bool has_lines = warp * 16 < p.tile_rows && piece.first_line + warp * 16 < piece.request.num_lines;
+    Lines<T, DIM> lines;
+    int stage = 0;
+    const auto advance = [&] {
+      wait_for_stage<DDT_CUDA_TREE_ATTENTION_MAX_STAGES - 2>(p.stages);
+      __syncthreads();
+      loader.load(stage == 0 ? p.stages - 1 : stage - 1);
+    };
+    const auto leave = [&] { stage = stage + 1 == p.stages ? 0 : stage + 1; };
+
+    for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
+      const int token = tile * Tile::TOKENS;
+      const bool beyond = token + Tile::TOKENS > mask_free;
+      advance();
+      bool masked = beyond;
+      uint32_t present[Tile::WORDS];
+#pragma unroll
+      for (int w = 0; w < Tile::WORDS; w++) {
+        present[w] = valid[stage][w];
+        masked |= present[w] != ~0u;
+      }
+      if (threadIdx.x < Tile::WORDS) nonfinite[threadIdx.x] = 0;
+      if (has_lines) {
+        lines.attend_keys(p, queries, ring + stage * Tile::BYTES, masked, [&](int half, int w) {
+          const Line line(p, piece.request, piece.request_index, first_line + half * 8);
+          return line.mask(piece.request, token + 32 * w) & present[w];
+        });
+      }
+      leave();
+
+      advance();
+      char *values = ring + stage * Tile::BYTES;
+      if (beyond) {
+        // a weight of 0 does not keep NaN out of a sum
+        find_nonfinite<T, DIM>(values, nonfinite);
+        __syncthreads();
+        uint32_t any = 0;
+#pragma unroll
+        for (int w = 0; w < Tile::WORDS; w++) any |= nonfinite[w];
+        if (any != 0) {
+          for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
+            const int row = i / Tile::CHUNKS;
+            if (nonfinite[row / 32] >> row % 32 & 1) *reinterpret_cast<uint4 *>(values + i * 16) = make_uint4(0, 0, 0, 0);
+          }
+          __syncthreads();
+          if (has_lines) {
+            for (int row = 0; row < Tile::TOKENS; row++) {
+              if (!(nonfinite[row / 32] >> row % 32 & 1)) continue;
+              const int index = (token + row) / p.block_size;
+              const int64_t block =
+                  static_cast<const int32_t *>(
+                      p.block_table.data)[piece.request_index * p.block_table.strides[0] + index * p.block_table.strides[1]];
+              const int64_t place = block * p.value_cache.strides[0] + piece.kv_head * p.value_cache.strides[1] +
+                                    (token + row - index * p.block_size) * p.value_cache.strides[2];
+              lines.attend_value(row, static_cast<const T *>(p.value_cache.data) + place);
+            }
+          }
+        }
+      }
+      if (has_lines) lines.attend_values(values);
+      leave();
+    }
+    // the next piece's queries and tiles overwrite this one's
+    __syncthreads();
+    let_next_kernel_start();
+    store(p, piece, lines, first_line);
+  }
+}
+
+// ---- every dtype, stride and head dim: f32 on CUDA cores
+//
+// The same work items with small tiles. A warp owns LINES_PER_WARP lines; in the scores a lane is a token,
+// in the outputs a lane owns every 32nd column.
+
+// Fills a [ROWS][PITCH] f32 tile from strided elements; `locate(row)` is the offset of a row, -1 for zeros.
+template <int ROWS, int DIM, int PITCH, typename Locate>
+__device__ void load_tile(float *tile, const ddt_cuda_view &view, int64_t row_stride, int64_t element_stride,
+                          Locate locate) {
+  // neighbouring threads read along the smaller stride
+  const bool by_element = element_stride <= row_stride;
+  for (int i = threadIdx.x; i < ROWS * DIM; i += blockDim.x) {
+    const int row = by_element ? i / DIM : i % ROWS, element = by_element ? i % DIM : i / ROWS;
+    const int64_t offset = locate(row);
+    tile[row * PITCH + element] = offset < 0 ? 0.0f : load_f32(view, offset + element * element_stride);
+  }
+}
+
+template <int DIM>
+__device__ void attend_any(const Params &p) {
+  constexpr int ROWS = DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_ROWS, TOKENS = DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_TOKENS;
+  static_assert(TOKENS == 32, "a lane is a token");
+  constexpr int WARPS = 8, LINES = ROWS / WARPS, COLUMNS = DIM / 32, KEY_PITCH = DIM + 1;
+  extern __shared__ __align__(128) float tiles[];
+  __shared__ int64_t key_offsets[TOKENS], value_offsets[TOKENS];
+  float *queries = tiles, *keys = queries + ROWS * DIM, *values = keys + TOKENS * KEY_PITCH;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t *table = static_cast<const int32_t *>(p.block_table.data);
+
+  Pieces pieces(p);
+  Piece piece;
+  while (pieces.next(piece)) {
+    const Request &request = piece.request;
+    __syncthreads();
+    load_tile<ROWS, DIM, DIM>(queries, p.query, p.query.strides[1], p.query.strides[2], [&](int row) {
+      const int line = piece.first_line + row;
+      if (line >= request.num_lines) return int64_t(-1);
+      return (request.first_row + line / p.group) * p.query.strides[0] +
+             (piece.kv_head * p.group + line % p.group) * p.query.strides[1];
+    });
+    float out[LINES][COLUMNS] = {}, max[LINES], sum[LINES] = {};
+#pragma unroll
+    for (int i = 0; i < LINES; i++) max[i] = -INFINITY;
+    const int num_tokens = visible_tokens(p, piece);
+
+    for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
+      __syncthreads();
+      if (threadIdx.x < TOKENS) {
+        const int token = tile * TOKENS + threadIdx.x;
+        const int index = token / p.block_size, offset = token - index * p.block_size;
+        int block = -1;
+        if (token < num_tokens) block = table[piece.request_index * p.block_table.strides[0] + index * p.block_table.strides[1]];
+        const bool present = block >= 0 && block < p.num_blocks;
+        const auto place = [&](const ddt_cuda_view &view) {
+          return present ? block * view.strides[0] + piece.kv_head * view.strides[1] + offset * view.strides[2] : int64_t(-1);
+        };
+        key_offsets[threadIdx.x] = place(p.key_cache);
+        value_offsets[threadIdx.x] = place(p.value_cache);
+      }
+      __syncthreads();
+      load_tile<TOKENS, DIM, KEY_PITCH>(keys, p.key_cache, p.key_cache.strides[2], p.key_cache.strides[3],
+                                        [&](int row) { return key_offsets[row]; });
+      load_tile<TOKENS, DIM, DIM>(values, p.value_cache, p.value_cache.strides[2], p.value_cache.strides[3],
+                                  [&](int row) { return value_offsets[row]; });
+      const uint32_t present = __ballot_sync(FULL_WARP, key_offsets[lane] >= 0);
+      __syncthreads();
+
+      float scores[LINES] = {};
+      const float *query = queries + warp * LINES * DIM, *key = keys + lane * KEY_PITCH;
+#pragma unroll 4
+      for (int d = 0; d < DIM; d += 4) {
+        const float k[4] = {key[d], key[d + 1], key[d + 2], key[d + 3]};
+#pragma unroll
+        for (int i = 0; i < LINES; i++) {
+          const float4 q = *reinterpret_cast<const float4 *>(query + i * DIM + d);
+          scores[i] += q.x * k[0] + q.y * k[1] + q.z * k[2] + q.w * k[3];
+        }
+      }
+      uint32_t masks[LINES];
+#pragma unroll
+      for (int i = 0; i < LINES; i++) {
+        const Line line(p, request, piece.request_index, piece.first_line + warp * LINES + i);
+        masks[i] = line.mask(request, tile * TOKENS) & present;
+        const bool visible = masks[i] >> lane & 1;
+        const float score = visible ? score_of(p, scores[i]) : -INFINITY;
+        const float top = fmaxf(max[i], warp_max(score));
+        const float factor = top == -INFINITY ? 1.0f : exp2f(max[i] - top);
+        max[i] = top;
+        scores[i] = visible ? exp2f(score - top) : 0.0f;
+        sum[i] = sum[i] * factor + scores[i];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) out[i][c] *= factor;
+      }
+      for (int token = 0; token < TOKENS; token++) {
+        float value[COLUMNS];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) value[c] = values[token * DIM + c * 32 + lane];
+#pragma unroll
+        for (int i = 0; i < LINES; i++) {
+          const float weight = __shfl_sync(FULL_WARP, scores[i], token);
+          if (masks[i] >> token & 1) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) out[i][c] += weight * value[c];
+          }
+        }
+      }
+    }
+
+#pragma unroll
+    for (int i = 0; i < LINES; i++) {
+      const float total = warp_sum(sum[i]);
+      const int row = warp * LINES + i, line = piece.first_line + row;
+      if (line >= request.num_lines) continue;
+      if (piece.whole) {
+        const int64_t offset = (request.first_row + line / p.group) * p.out.strides[0] +
+                               (piece.kv_head * p.group + line % p.group) * p.out.strides[1];
+        const float scale = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) store_f32(p.out, offset + (c * 32 + lane) * p.out.strides[2], out[i][c] * scale);
+      } else {
+        const int64_t place = int64_t(piece.slot) * ROWS + row;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) p.partial_out[place * DIM + c * 32 + lane] = out[i][c];
+        if (lane == 0) reinterpret_cast<float2 *>(p.partial_stats)[place] = make_float2(max[i], total);
+      }
+    }
+  }
+}
+
+// ---- combine
+
+// The request that owns a row, -1 if none. Called by whole warps.
+__device__ int request_of_row(const Params &p, int row) {
+  for (int base = 0; base < p.tree.num_reqs; base += 32) {
+    const int r = base + threadIdx.x % 32;
+    const bool owns = r < p.tree.num_reqs && p.query_start[r] <= row && row < p.query_start[r + 1];
+    const unsigned owners = __ballot_sync(FULL_WARP, owns);
+    if (owners != 0) return base + __ffs(owners) - 1;
+  }
+  return -1;
+}
+
+// A CTA per row and up to COMBINE_THREADS groups of 4 columns of its heads.
+__device__ void combine(const Params &p) {
+  const int row = blockIdx.x;
+  const int r = request_of_row(p, row);
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  const int head = column / p.head_dim, element = column % p.head_dim;
+  if (r < 0 || head >= p.num_heads) return;
+  const Request request = load_request(p, r);
+  if (request.num_lines == 0) return;
+  const int q = row - request.first_row;
+  const int64_t offset = row * p.out.strides[0] + head * p.out.strides[1] + element * p.out.strides[2];
+  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (q * p.group < request.num_lines) {
+    const int kv_head = head / p.group, line = q * p.group + head % p.group;
+    const int tiles = kv_tiles(p, request);
+    const Schedule schedule(p, p.schedule[p.tree.num_reqs]);
+    const int64_t first =
+        p.schedule[r] + (int64_t(kv_head) * row_tiles(p, request) + line / p.tile_rows) * tiles;
+    const int first_cta = schedule.cta_of(first), last_cta = schedule.cta_of(first + tiles - 1);
+    if (first_cta == last_cta) return;  // written by the attend kernel
+    // the first piece starts its unit, the others do not
+    const auto place = [&](int cta) { return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + line % p.tile_rows; };
+    const float2 *stats = reinterpret_cast<const float2 *>(p.partial_stats);
+    float top = -INFINITY;
+#pragma unroll 4
+    for (int cta = first_cta; cta <= last_cta; cta++) top = fmaxf(top, stats[place(cta)].x);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int cta = first_cta; cta <= last_cta; cta++) {
+      const float2 stat = stats[place(cta)];
+      const float4 x = *reinterpret_cast<const float4 *>(p.partial_out + place(cta) * p.head_dim + element);
+      if (stat.y == 0.0f) continue;
+      const float weight = exp2f(stat.x - top);
+      sum += weight * stat.y;
+      out.x += weight * x.x;
+      out.y += weight * x.y;
+      out.z += weight * x.z;
+      out.w += weight * x.w;
+    }
+    const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+    out.x *= scale;
+    out.y *= scale;
+    out.z *= scale;
+    out.w *= scale;
+  }
+  store_f32(p.out, offset, out.x);
+  store_f32(p.out, offset + p.out.strides[2], out.y);
+  store_f32(p.out, offset + 2 * p.out.strides[2], out.z);
+  store_f32(p.out, offset + 3 * p.out.strides[2], out.w);
+}
+
+}  // namespace
+}  // namespace ddt::tree_attention
+
+#define DDT_ATTEND(dtype, T, DIM)                                                              \
+  extern "C" __global__ void __launch_bounds__(256, 1)                                         \
+      ddt_tree_attention_attend_##dtype##_##DIM(const __grid_constant__ ddt_cuda_tree_attention p) { \
+    ddt::tree_attention::attend<T, DIM>(p);                                                    \
+  }
+DDT_ATTEND(bf16, __nv_bfloat16, 64)
+DDT_ATTEND(bf16, __nv_bfloat16, 128)
+DDT_ATTEND(bf16, __nv_bfloat16, 256)
+DDT_ATTEND(f16, __half, 64)
+DDT_ATTEND(f16, __half, 128)
+DDT_ATTEND(f16, __half, 256)
+
+#define DDT_ATTEND_ANY(DIM)                                                                    \
+  extern "C" __global__ void __launch_bounds__(256, 1)                                         \
+      ddt_tree_attention_attend_any_##DIM(const __grid_constant__ ddt_cuda_tree_attention p) { \
+    ddt::tree_attention::attend_any<DIM>(p);                                                   \
+  }
+DDT_ATTEND_ANY(32)
+DDT_ATTEND_ANY(64)
+DDT_ATTEND_ANY(128)
+DDT_ATTEND_ANY(256)
+
+extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS)
+    ddt_tree_attention_combine(const __grid_constant__ ddt_cuda_tree_attention p) {
+  ddt::wait_for_previous_kernel();
+  ddt::tree_attention::combine(p);
+}
