@@ -18,7 +18,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -39,10 +38,11 @@ HORIZON = 15
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Microseconds of one case: the median over the replays, and the distance between their 10th and 90th
-    percentiles."""
+    percentiles. `launch_us` is what a kernel that does nothing reads as in the same run: the least a launch costs."""
 
     us: float
     spread: float
+    launch_us: float | None = None
 
     def __str__(self) -> str:
         return f"{self.us:.2f} ±{self.spread / 2:.2f}"
@@ -92,11 +92,14 @@ class _Case:
             self.end.record()
         self.samples: list[float] = []
 
-    def timing(self, overhead: float) -> Timing:
-        if len(self.samples) == 1:
-            return Timing(self.samples[0] - overhead, 0.0)
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def spread(self) -> float:
+        if len(self.samples) < 2:
+            return 0.0
         tenths = statistics.quantiles(self.samples, n=10)
-        return Timing(statistics.median(self.samples) - overhead, tenths[-1] - tenths[0])
+        return tenths[-1] - tenths[0]
 
 
 def measure(
@@ -104,7 +107,6 @@ def measure(
     replays: int = 100,
     warmup: int = 3,
     flush: Callable[[], None] | None = None,
-    subtract_overhead: bool = True,
     seed: int = 0,
 ) -> dict[str, Timing]:
     """Times each case, L2 cold, in microseconds of the GPU.
@@ -117,10 +119,12 @@ def measure(
     """
     stream = torch.cuda.Stream()
     flush = flush or _flush()
+    one = torch.ones(1, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     empty = _Case(lambda: None, flush, stream, 0)
+    launch = _Case(lambda: one.fill_(1.0), flush, stream, 1)
     captured = {name: _Case(run, flush, stream, warmup) for name, run in cases.items()}
-    everything = [empty, *captured.values()]
+    everything = [empty, launch, *captured.values()]
     rng = random.Random(seed)
     with torch.cuda.stream(stream):
         for _ in range(1000):  # about 0.1 s, in which the clocks rise
@@ -135,8 +139,11 @@ def measure(
         if replay >= discarded:
             for case in everything:
                 case.samples.append(1e3 * case.start.elapsed_time(case.end))
-    overhead = statistics.median(empty.samples) if subtract_overhead else 0.0
-    return {name: case.timing(overhead) for name, case in captured.items()}
+    overhead = empty.median()
+    return {
+        name: Timing(case.median() - overhead, case.spread(), launch.median() - overhead)
+        for name, case in captured.items()
+    }
 
 
 def kernel_times(run: Callable[[], None], replays: int = 20) -> list[tuple[str, float]]:
@@ -161,7 +168,7 @@ def kernel_times(run: Callable[[], None], replays: int = 20) -> list[tuple[str, 
         if (
             "reduce_kernel" in event.name
             and "Max" in event.name
-            and event.time_range.elapsed_us() > 30
+            and event.time_range.elapsed_us() > 50
         ):
             calls.append([])
         elif calls:
@@ -175,18 +182,29 @@ def kernel_times(run: Callable[[], None], replays: int = 20) -> list[tuple[str, 
 
 
 @functools.cache
-def copy_bandwidth() -> float:
-    """Bytes per microsecond of a large device-to-device copy, read and written bytes both counted."""
-    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    timing = measure({"copy": lambda: target.copy_(source)}, replays=10)["copy"]
-    return 2 * source.numel() / timing.us
+def bandwidth() -> float:
+    """Bytes per microsecond of device memory: the best of a large copy (read and written bytes both counted), the same
+    by a kernel, and a large read."""
+    source = torch.ones(1 << 18, 1024, device="cuda")
+    target, rows = torch.empty_like(source), torch.empty(1 << 18, device="cuda")
+    cases = {
+        "copy": lambda: target.copy_(source),
+        "copy by a kernel": lambda: torch.mul(source, 1.5, out=target),
+        "read": lambda: torch.amax(source, dim=1, out=rows),
+    }
+    times = measure(cases, replays=10)
+    best = max(
+        ((1 if name == "read" else 2) * source.nbytes / time.us, name)
+        for name, time in times.items()
+    )
+    print(f"{best[0] / 1e6:.2f} TB/s by a {best[1]} of 1 GiB", flush=True)
+    return best[0]
 
 
 def floor_us(num_bytes: float, flops: float = 0.0, flops_per_us: float = 7.9e8) -> float:
-    """The larger of moving the bytes at the bandwidth of `copy_bandwidth` and doing the arithmetic; the default rate
-    is what a large bf16 matrix product reaches on an H200."""
-    return max(num_bytes / copy_bandwidth(), flops / flops_per_us)
+    """The larger of moving the bytes at `bandwidth` and doing the arithmetic; the default rate is what a large bf16
+    matrix product reaches on an H200."""
+    return max(num_bytes / bandwidth(), flops / flops_per_us)
 
 
 @functools.cache
@@ -230,6 +248,7 @@ def record(
     line = {
         "op": op, "requests": requests, "nodes": nodes, "context": context, "dtype": dtype,
         "us": round(timing.us, 3), "spread": round(timing.spread, 3),
+        "launch_us": None if timing.launch_us is None else round(timing.launch_us, 3),
         "floor_us": None if floor_us is None else round(floor_us, 3),
         "peer": peer,
         "peer_us": None if peer_timing is None else round(peer_timing.us, 3),
@@ -370,23 +389,11 @@ def drafter_trees(requests: int, nodes: int, seed: int = 0, **options) -> dict[s
 
 def _main() -> None:
     """Measures the method."""
-    import cupy
-
-    nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
-
-    def launch() -> None:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            nothing((1,), (32,), ())
-
-    begin = time.time()
-    raw = measure(
-        {"no kernel": lambda: None, "1 kernel": launch, "2 kernels": lambda: (launch(), launch())},
-        subtract_overhead=False,
-    )
-    for name, timing in raw.items():
-        print(f"two events, {name} between: {timing} us")
-    print(f"copy of 1 GiB: {copy_bandwidth() / 1e6:.2f} TB/s")
-
+    one = torch.ones(1, device="cuda")
+    for count in 1, 2, 3:
+        result = measure({"": lambda count=count: [one.fill_(1.0) for _ in range(count)]})[""]
+        print(f"kernels that set one number: {count}: {result} us")
+    bandwidth()
     dirty = _flush_buffer()
     flushes = {
         "no flush": lambda: None,
@@ -394,25 +401,21 @@ def _main() -> None:
         "flush by writes": lambda: dirty.fill_(1.0),
     }
     for megabytes in (1, 16, 128):
-        source = torch.ones(megabytes << 20, dtype=torch.uint8, device="cuda").view(torch.float32)
-        result = torch.empty((), device="cuda")
-        target = torch.empty_like(source)
-
-        def read(source=source, result=result) -> None:
-            torch.sum(source, dim=0, out=result)
-
-        def copy(source=source, target=target) -> None:
-            target.copy_(source)
-
+        source = torch.ones(megabytes << 8, 1024, device="cuda")
+        rows, target = torch.empty(len(source), device="cuda"), torch.empty_like(source)
+        cases = {
+            "read": lambda source=source, rows=rows: torch.amax(source, dim=1, out=rows),
+            "copy": lambda source=source, target=target: torch.mul(source, 1.5, out=target),
+        }
         for name, flush in flushes.items():
-            times = measure({"sum": read, "copy": copy}, replays=50, flush=flush)
-            print(f"{megabytes} MiB, {name}: sum {times['sum']} us, copy {times['copy']} us")
-        for name, run in {"sum": read, "copy": copy}.items():
+            times = measure(cases, replays=50, flush=flush)
+            print(f"{megabytes} MiB, {name}: read {times['read']} us, copy {times['copy']} us")
+        for name, run in cases.items():
             kernels = kernel_times(run)
+            total = sum(us for _, us in kernels)
             print(
-                f"{megabytes} MiB, CUPTI, flush by reads: {name} {sum(us for _, us in kernels):.2f} us, {len(kernels)}"
+                f"{megabytes} MiB, kernel time by CUPTI: {name} {total:.2f} us, {len(kernels)} kernel"
             )
-    print(f"{time.time() - begin:.1f} s")
 
 
 if __name__ == "__main__":
