@@ -19,7 +19,7 @@ from matplotlib import pyplot, ticker  # noqa: E402
 
 OPS = ("tree_build", "tree_mask", "gdn_verify", "tree_attention", "tree_accept", "commit")
 AXES = {"nodes": "nodes per request", "requests": "requests", "context": "context, tokens"}
-COLUMNS = ("us", "spread", "floor_us", "peer_us", "peer_spread")
+COLUMNS = ("us", "spread", "launch_us", "floor_us", "peer_us", "peer_spread")
 OURS, FLOOR = "#1b5e9b", "#8a8a8a"
 OTHERS = ("#c8553d", "#5b8c5a", "#8e6c8a", "#d9a441", "#4f9d9d", "#7a5c3e")
 STYLES = ("-", "-.", ":", (0, (1, 1)), (0, (5, 1, 1, 1)))

@@ -15,9 +15,11 @@ import torch
 from . import flashinfer, sglang, torch_ops, vllm
 
 
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what was expected, in float64."""
-    return float((out.double() - expected).norm() / expected.norm())
+def compare(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+    """The norm of the difference over the norm of what was expected must be that of bf16 arithmetic."""
+    error = float((out.double() - expected).norm() / expected.norm())
+    print(f"{name}: error {error:.1e}")
+    assert error < 1e-2, name
 
 
 def gdn_inputs(
@@ -143,7 +145,7 @@ def check_gdn() -> None:
     peer = vllm.GdnChain(**inputs)
     expected = gdn_chain_float64(**inputs)
     peer.layer()
-    print(f"{vllm.GDN_LAYER}: error {error(peer.out, expected):.1e}")
+    compare(vllm.GDN_LAYER, peer.out, expected)
 
 
 def time_gdn(out: str | None, replays: int) -> None:
@@ -174,8 +176,9 @@ def check_attention() -> None:
         paged = Paged(2, 21, 300, 12, 2, dim, block_size)
         expected = paged.float64()
         for name, peer in attention_peers(paged).items():
+            peer.out.fill_(float("nan"))
             peer()
-            print(f"{name}, blocks of {block_size}: error {error(peer.out, expected):.1e}")
+            compare(f"{name}, blocks of {block_size}", peer.out, expected)
 
 
 def time_attention(out: str | None, replays: int) -> None:
@@ -195,7 +198,12 @@ def time_attention(out: str | None, replays: int) -> None:
             timing.HEAD_DIM,
             timing.KV_BLOCK_SIZE,
         )
-        for name, value in timing.measure(attention_peers(paged), replays).items():
+        peers = attention_peers(paged)
+        if flashinfer.ATTENTION in peers:
+            print(
+                f"    {flashinfer.ATTENTION}: mask and plan take {peers[flashinfer.ATTENTION].plan_us:.0f} us"
+            )
+        for name, value in timing.measure(peers, replays).items():
             timing.record(
                 out, op="tree_attention", requests=requests, nodes=nodes, context=context, dtype="bf16", timing=value,
                 floor_us=None, variant=name,
@@ -206,7 +214,7 @@ def check_sampling() -> None:
     logits = torch.randn(5, 1000, device="cuda")
     peer = vllm.Sample(logits)
     peer()
-    print(f"{vllm.SAMPLE}: largest logit taken: {torch.equal(peer.out, logits.argmax(-1))}")
+    assert torch.equal(peer.out, logits.argmax(-1))
     # Its noise must give the softmax: a chi-squared statistic over many positions, about 7 for 8 tokens.
     draws, temperature = 100_000, 0.7
     row = torch.randn(1, 8, device="cuda")
@@ -215,6 +223,7 @@ def check_sampling() -> None:
     expected = draws * (row[0] / temperature).softmax(-1)
     statistic = ((torch.bincount(peer.out, minlength=8) - expected) ** 2 / expected).sum()
     print(f"{vllm.SAMPLE}: chi-squared {statistic:.1f}, 7 degrees of freedom")
+    assert statistic < 30
 
 
 def time_sampling(out: str | None, replays: int) -> None:
@@ -244,7 +253,7 @@ def check_sglang() -> None:
         nodes[:, None] < fields["subtree_end"][:, None, :]
     )
     same.append(torch.equal(peer.mask.view(3, 40, 40), expected))
-    print(f"{sglang.MASK}: children, siblings, positions, mask right: {same}")
+    assert all(same), same
     # The target follows a leaf of each tree and then chooses a token that no child has.
     choices = torch.full((3, 40), timing.VOCAB + 1, device="cuda")
     paths = []
@@ -255,7 +264,8 @@ def check_sglang() -> None:
     walk = sglang.Accept(fields, choices=choices.flatten())
     walk()
     got = [row[: n + 1] for row, n in zip(walk.accepted.tolist(), walk.num_accepted.tolist())]
-    print(f"{sglang.ACCEPT}: paths right: {got == paths}")
+    assert got == paths
+    print(f"{sglang.MASK}, {sglang.ACCEPT}: links, positions, mask and paths are right")
 
 
 def time_sglang(out: str | None, replays: int) -> None:
@@ -292,25 +302,31 @@ def time_build(out: str | None, replays: int) -> None:
 
 
 def main() -> None:
-    args = timing.arguments(__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--out", help="JSON lines file to append times to")
+    parser.add_argument("--replays", type=int, default=40)
+    parser.add_argument("peers", nargs="*")
+    args = parser.parse_args()
+    reasons = {module.__name__: module.available() for module in (vllm, flashinfer, sglang)}
+    print(", ".join(f"{name}: {reason or 'here'}" for name, reason in reasons.items()), flush=True)
+    steps = {
+        "gdn": (check_gdn, time_gdn, vllm),
+        "sample": (check_sampling, time_sampling, vllm),
+        "attention": (check_attention, time_attention, None),
+        "sglang": (check_sglang, time_sglang, sglang),
+        "build": (None, time_build, None),
+    }
     failed = False
-    print(
-        f"vllm: {vllm.available()}, flashinfer: {flashinfer.available()}, sglang: {sglang.available()}",
-        flush=True,
-    )
-    checks, times = [], [time_build]
-    if not vllm.available():
-        checks += [check_gdn, check_sampling]
-        times += [time_gdn]
-    if not sglang.available():
-        checks.append(check_sglang)
-        times.append(time_sglang)
-    checks.append(check_attention)
-    times += [time_attention, time_sampling]
-    for step in checks if args.quick else times:
+    for name, (check, measure, module) in steps.items():
+        step = measure if args.time else check
+        if step is None or (args.peers and name not in args.peers):
+            continue
+        if module is not None and reasons[module.__name__]:
+            continue
         begin = time.time()
         try:
-            step(args.out, args.replays) if step in times else step()
+            step(args.out, args.replays) if args.time else step()
         except Exception:  # the other peers still count
             traceback.print_exc()
             failed = True

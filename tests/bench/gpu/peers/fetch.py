@@ -28,23 +28,25 @@ VLLM_FILES = (
 )
 SGLANG_FILES = ("sgl_kernel/sm90/common_ops.abi3.so",)
 
-# Run with FlashInfer importable: writes build files of the two modules, prints the module folders and the files of
-# the package that its attention imports.
+# Run with FlashInfer importable: writes the build files of the two modules, prints their folders and the files of the
+# package that all this read.
 GENERATE = """
-import sys, torch, flashinfer.prefill
-from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module
+import os, sys
+read, root = set(), sys.argv[1] + os.sep
+sys.addaudithook(lambda event, args: event == "open" and read.add(str(args[0])))
+import torch, flashinfer.prefill
+from flashinfer.jit.attention.modules import _gen_batch_prefill_independent_paged_module as independent
+from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module as primary
 from flashinfer.jit.quantization import gen_quantization_module
 bf16 = torch.bfloat16
-for spec in (
-    _gen_batch_prefill_primary_module("fa2", bf16, bf16, bf16, torch.int32, 256, 256, 0, False, False, False),
-    gen_quantization_module(),
-):
+kind = ("fa2", bf16, bf16, bf16, torch.int32, 256, 256, 0, False, False, False)
+independent(*kind)  # never built, but FlashInfer generates it too
+for spec in (primary(*kind), gen_quantization_module()):
     spec.write_ninja()
     print("module", spec.ninja_path.parent)
-for module in list(sys.modules.values()):
-    path = getattr(module, "__file__", None) or ""
-    if path.startswith(sys.argv[1]):
-        print("file", path[len(sys.argv[1]) + 1:])
+read.update(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+for path in sorted(path for path in read if path.startswith(root) and not path.endswith(".pyc")):
+    print("file", path.removeprefix(root))
 """
 
 
