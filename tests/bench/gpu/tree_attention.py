@@ -75,7 +75,8 @@ class Problem:
         lib.fill_tensor(params.out, self.out)
         params.query_start = abi.i32_pointer(self.rows.query_start)
         params.seq_lens = abi.i32_pointer(self.seq_lens)
-        params.tree = abi.tree_struct(self.tree)
+        tree = abi.tree_struct(self.tree)
+        params.tree = tree
         params.softmax_scale = self.scale
         size = lib.ffi.new("size_t *")
         lib.check(lib.lib.ddt_tree_attention_workspace_size(context, params, size))
@@ -83,7 +84,7 @@ class Problem:
         params.workspace = lib.ffi.cast("void *", workspace.data_ptr())
         params.workspace_bytes = size[0]
 
-        def run(keep=(self, workspace)) -> None:
+        def run(keep=(self, tree, workspace)) -> None:
             lib.check(lib.lib.ddt_tree_attention(context, params, lib.stream(torch.device("cuda"))))
 
         return run

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times every peer that is here at the sizes of the goals; with --quick, compares it with float64 on small inputs.
+"""Compares every peer that is here with float64 on small inputs, or times it at the sizes of the goals.
 
-python -m peers.check [--quick] [--out FILE.jsonl]        in tests/bench/gpu
+    python -m peers.check [--time] [--out FILE.jsonl] [gdn attention sample sglang build]
+
+in tests/bench/gpu.
 """
 
+import argparse
 import random
 import sys
 import time
