@@ -9,9 +9,10 @@ use std::ptr::{null, null_mut};
 use common::buffers::{ABSENT, Context, POISON, TreeBuffers, last_error, tensor};
 use common::reference;
 use ddtree::ffi::*;
+use ddtree::gumbel::GumbelNoise;
 use ddtree::{
     AcceptedPath, Choice, FLAG_NONFINITE, Status, TensorRef, Topology, Tree, TreeLinks, greedy_choice,
-    tree_accept, tree_mask,
+    sampled_choice, tree_accept, tree_mask,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -60,6 +61,13 @@ fn argmax(row: &[f32]) -> Choice {
     order.sort_by(|&a, &b| row[b].partial_cmp(&row[a]).unwrap().then(a.cmp(&b)));
     let token = order.first().map_or(0, |&id| id as i64);
     Choice { token, is_nonfinite: order.is_empty() || row.iter().any(|x| x.is_nan()) }
+}
+
+/// The choice of a row with noise: argmax of the sums.
+fn sample(row: &[f32], seed: i64, position: i64) -> Choice {
+    let noise = GumbelNoise::new(seed, position);
+    let sums: Vec<f32> = row.iter().enumerate().map(|(id, &x)| x + noise.of(id as u32)).collect();
+    Choice { is_nonfinite: argmax(row).is_nonfinite, ..argmax(&sums) }
 }
 
 fn links(tree: &Tree) -> TreeLinks<'_> {
@@ -216,6 +224,69 @@ proptest! {
         // ties: everything twice
         let twice = [&row[..], &row[..]].concat();
         prop_assert_eq!(choice(TensorRef::new(&twice, &[twice.len()]).unwrap()).token, argmax(&row).token);
+    }
+
+    #[test]
+    fn sampled_choice_is_the_argmax_with_noise(
+        row in prop::collection::vec(logit(), 1..3000), seed: i64, position: i64, large: bool,
+    ) {
+        // large values round the noise away, so that sums are equal
+        let row: Vec<f32> = row.iter().map(|&x| if large { x * 1e9 } else { x }).collect();
+        let got = sampled_choice(TensorRef::new(&row, &[row.len()]).unwrap(), GumbelNoise::new(seed, position));
+        prop_assert_eq!(got, sample(&row, seed, position));
+    }
+
+    /// Noise per request, keyed by seed and position, and every optional output.
+    #[test]
+    fn c_abi_samples(
+        requests in prop::collection::vec(request(), 0..5),
+        settings in prop::collection::vec((prop::sample::select(vec![0.0f32, 0.5, 1.0]), any::<i64>()), 5),
+    ) {
+        let d = requests.iter().flat_map(|(_, tree, _)| tree).flat_map(|tree| &tree.depths).max();
+        let d = *d.unwrap_or(&0) as usize;
+        let mut call = Call::new(&requests, d);
+        let n = call.buffers.max_nodes;
+        for (r, (_, tree, _)) in requests.iter().enumerate() {
+            for (node, &depth) in tree.iter().flat_map(|tree| &tree.depths).enumerate() {
+                call.buffers.positions[r * n + node] = 100 * r as i64 + i64::from(depth);
+            }
+        }
+        let (mut counts, mut nodes, mut tokens) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rows, mut positions, mut rejected) = (Vec::new(), Vec::new(), Vec::new());
+        for (r, (idle, tree, logits)) in requests.iter().enumerate() {
+            let choice = |node: usize| {
+                let row = &logits[node * VOCAB..(node + 1) * VOCAB];
+                let position = call.buffers.positions[r * n + node];
+                if settings[r].0 == 0.0 { argmax(row) } else { sample(row, settings[r].1, position) }
+            };
+            let path = tree.as_ref().map(|tree| walk(tree, |node| choice(node).token));
+            let visited = path.iter().flat_map(|path| [0].into_iter().chain(path.nodes.iter().copied()));
+            rows.extend(padded(visited.map(|node| call.query_start[r] + node), d + 1, -1));
+            let count = path.as_ref().map_or(-1, |path| path.nodes.len() as i32);
+            counts.push(count);
+            positions.push(path.as_ref().map_or(0, |_| 100 * r as i64 + i64::from(count) + 1));
+            let size = tree.as_ref().map_or(0, Tree::num_nodes);
+            rejected.push(path.as_ref().map_or(0, |_| (size + idle) as i32 - 1 - count));
+            nodes.extend(padded(path.iter().flat_map(|path| path.nodes.iter().copied()), d, -1));
+            tokens.extend(padded(path.iter().flat_map(|path| path.tokens.iter().copied()), d + 1, -1));
+        }
+        let (temperatures, seeds): (Vec<f32>, Vec<i64>) = settings.iter().copied().unzip();
+        let logits = call.logits.clone();
+        let mut accepted_rows = vec![POISON; requests.len() * (d + 1)];
+        let mut next_positions = vec![POISON_64; requests.len()];
+        let mut num_rejected = vec![POISON; requests.len()];
+        let mut tree = call.buffers.raw();
+        let set = |params: &mut ddt_tree_accept_params| {
+            (params.temperatures, params.seeds) = (temperatures.as_ptr(), seeds.as_ptr());
+            params.accepted_rows = accepted_rows.as_mut_ptr();
+            params.next_positions = next_positions.as_mut_ptr();
+            params.num_rejected = num_rejected.as_mut_ptr();
+        };
+        let view = tensor(&logits, &[logits.len() / VOCAB, VOCAB]);
+        prop_assert_eq!(call.run_with(view, null(), set, &mut tree), DDT_OK, "{}", last_error());
+        let (got_counts, got_nodes, got_tokens, _) = call.outputs();
+        prop_assert_eq!((got_counts, got_nodes, got_tokens), (&counts[..], &nodes[..], &tokens[..]));
+        prop_assert_eq!((accepted_rows, next_positions, num_rejected), (rows, positions, rejected));
     }
 
     /// A batch through the C ABI, greedy and sampled: same walk, all outputs written.
@@ -457,6 +528,75 @@ fn bad_arguments_are_refused() {
     let (status, _) =
         fails(2, same, |params| params.output_tokens = params.output_tokens.wrapping_byte_add(4));
     assert_eq!(status, DDT_MISALIGNED);
+}
+
+#[test]
+fn sampling_needs_logits_seeds_and_positions() {
+    let (temperatures, seeds) = ([1.0f32; 2], [7i64; 2]);
+    let check = |(status, text): (ddt_status, String), want_status: ddt_status, want: &str| {
+        assert_eq!((status, &text[..]), (want_status, &format!("tree_accept: {want}")[..]));
+    };
+    let same = |_: &mut Call| {};
+    for (temperatures, seeds, alone) in
+        [(temperatures.as_ptr(), null(), "temperatures"), (null(), seeds.as_ptr(), "seeds")]
+    {
+        check(
+            fails(2, same, |params| (params.temperatures, params.seeds) = (temperatures, seeds)),
+            DDT_INVALID_VALUE,
+            &format!("temperatures and seeds: got {alone} alone, want both or neither"),
+        );
+    }
+    check(
+        fails(2, same, |params| {
+            (params.temperatures, params.seeds) = (temperatures.as_ptr(), seeds.as_ptr());
+        }),
+        DDT_INVALID_VALUE,
+        "temperatures: got them with node_tokens, want logits to sample from",
+    );
+    let mut next_positions = [POISON_64; 2];
+    check(
+        fails(2, same, |params| {
+            params.next_positions = next_positions.as_mut_ptr();
+            // SAFETY: `fails` passes a tree that it owns.
+            unsafe { (*params.tree).positions = null_mut() };
+        }),
+        DDT_NULL_POINTER,
+        "tree.positions: got NULL, want a pointer",
+    );
+    assert_eq!(next_positions, [POISON_64; 2]);
+}
+
+/// A caller compiled before sampling existed; one compiled after something that is yet to come.
+#[test]
+fn older_and_newer_callers() {
+    let run = |size: usize, tail: u64| {
+        #[repr(C)]
+        struct Newer {
+            known: ddt_tree_accept_params,
+            tail: u64,
+        }
+        let mut call = Call::new(&[chain()], 2);
+        call.node_tokens = vec![-3, 1, 2, 5, -3];
+        let (node_tokens, mut accepted_rows) = (call.node_tokens.clone(), [POISON; 3]);
+        let mut status = DDT_INTERNAL;
+        let mut tree = call.buffers.raw();
+        let grow = |params: &mut ddt_tree_accept_params| {
+            params.accepted_rows = accepted_rows.as_mut_ptr();
+            let newer = Newer { known: ddt_tree_accept_params { struct_size: size as u32, ..*params }, tail };
+            // SAFETY: struct_size bytes are readable, and all arrays have their lengths.
+            status = unsafe { ddt_tree_accept(Context::new().0, &raw const newer.known, null_mut()) };
+            // what `run_with` calls afterwards is to fail
+            params.flags = 1;
+        };
+        assert_eq!(call.run_with(ABSENT, node_tokens.as_ptr(), grow, &mut tree), DDT_UNSUPPORTED);
+        (status, call.num_accepted[0], accepted_rows)
+    };
+    let known = size_of::<ddt_tree_accept_params>();
+    let old = std::mem::offset_of!(ddt_tree_accept_params, temperatures);
+    assert_eq!(run(known, 1), (DDT_OK, 2, [1, 2, 3]));
+    assert_eq!(run(old, 1), (DDT_OK, 2, [POISON; 3]));
+    assert_eq!(run(known + 8, 0), (DDT_OK, 2, [1, 2, 3]));
+    assert_eq!(run(known + 8, 1), (DDT_UNSUPPORTED, POISON, [POISON; 3]));
 }
 
 #[test]

@@ -155,6 +155,7 @@ impl Context {
             abi_version: DDT_ABI_VERSION,
             device: DDT_DEVICE_CPU,
             device_index: 0,
+            flags: 0,
         };
         let mut context = null_mut();
         // SAFETY: both pointers are valid.

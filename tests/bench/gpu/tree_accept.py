@@ -112,8 +112,12 @@ def bench(requests: int, nodes: int, args) -> None:
         }
         peers |= {"tokens": "sglang tokens"}
     times = timing.measure(cases, args.replays)
-    names = {"vllm": vllm.SAMPLE, "vllm f32": vllm.SAMPLE, "sglang": f"{torch_ops.ARGMAX} + {SGLANG}",
-             "sglang tokens": SGLANG}  # fmt: skip
+    names = {
+        "vllm": vllm.SAMPLE,
+        "vllm f32": vllm.SAMPLE,
+        "sglang": sglang.ARGMAX_ACCEPT,
+        "sglang tokens": sglang.ACCEPT,
+    }
     for name, dtype, mode in (
         ("greedy", "bf16", "greedy"), ("sampled", "bf16", "sampled"), ("sampled f32", "f32", "sampled"),
         ("tokens", "i64", "tokens"),
@@ -133,9 +137,6 @@ def bench(requests: int, nodes: int, args) -> None:
             timing=times["greedy"], floor_us=timing.floor_us(2 * timing.VOCAB * requests * nodes),
             peer=names["sglang"], peer_timing=times["sglang"], mode="greedy",
         )  # fmt: skip
-
-
-SGLANG = f"sglang-kernel-{sglang.VERSION} verify_tree_greedy"
 
 
 def main() -> None:
