@@ -149,12 +149,36 @@ def check_gdn() -> None:
     expected = gdn_chain_float64(**inputs)
     peer.layer()
     compare(vllm.GDN_LAYER, peer.out, expected)
+    if reason := vllm.fused_available():
+        print(f"{vllm.FUSED_GDN}: {reason}")
+    else:
+        peer, expected = fused_gdn(3, 7, 2)
+        peer()
+        compare(vllm.FUSED_GDN, peer.out, expected)
+
+
+def fused_gdn(
+    requests: int, rows: int, key_heads: int, seed: int = 0
+) -> tuple[vllm.FusedGdnChain, torch.Tensor]:
+    """The fused peer and what it should write."""
+    inputs = gdn_inputs(requests, rows, key_heads, 3 * key_heads, seed)
+    gate = torch.randn(requests * rows, 3 * key_heads, 128, device="cuda").bfloat16()
+    weight = torch.randn(128, device="cuda")
+    expected = gdn_chain_float64(**inputs).bfloat16().double()
+    expected = (
+        expected * (expected.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    )
+    expected = expected * torch.nn.functional.silu(gate.double())
+    return vllm.FusedGdnChain(**inputs, gate=gate, norm_weight=weight), expected
 
 
 def time_gdn(out: str | None, replays: int) -> None:
     for requests, rows in (1, 8), (1, 16), (1, 64), (16, 16):
         peer = vllm.GdnChain(**gdn_inputs(requests, rows, timing.KEY_HEADS, timing.VALUE_HEADS))
-        times = timing.measure({vllm.GDN: peer, vllm.GDN_LAYER: peer.layer}, replays)
+        cases = {vllm.GDN: peer, vllm.GDN_LAYER: peer.layer}
+        if rows <= 8 and not vllm.fused_available():
+            cases[vllm.FUSED_GDN], _ = fused_gdn(requests, rows, timing.KEY_HEADS)
+        times = timing.measure(cases, replays)
         for name, value in times.items():
             timing.record(
                 out, op="gdn_verify", requests=requests, nodes=rows, context=None, dtype="bf16", timing=value,

@@ -3,9 +3,10 @@
 
     python fetch.py FOLDER [--build CUDA_HOME]
 
-downloads about 1 GB, leaves FOLDER with 45 MB and packs them into FOLDER.tar.xz (19 MB), for a machine without a
+downloads about 1 GB, leaves FOLDER with 45 MB and packs them into FOLDER.tar.xz (20 MB), for a machine without a
 network: CPython 3.12, x86-64, torch 2.11, an sm_90 GPU. --build also compiles FlashInfer's kernels (five minutes on
-one core; needs torch and nvcc, no GPU); without it FlashInfer compiles them on first use.
+one core; needs torch and nvcc, no GPU); without it FlashInfer compiles them on first use. Needs the cuobjdump that
+Triton brings.
 """
 
 import argparse
@@ -26,6 +27,8 @@ VLLM_FILES = (
     "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
     "vllm/v1/worker/gpu/sample/gumbel.py",
 )
+VLLM_LIBRARY, VLLM_KERNEL = "vllm/_C_stable_libtorch.abi3.so", b"gdn_decode_post_conv_mtp_kernel"
+VLLM_CUBIN = "fused_gdn_decode.sm_90a.cubin"
 SGLANG_FILES = ("sgl_kernel/sm90/common_ops.abi3.so",)
 
 # Run with FlashInfer importable: writes the build files of the two modules, prints their folders and the files of the
@@ -118,6 +121,23 @@ def flashinfer(
         )
 
 
+def vllm(source: zipfile.ZipFile, target: pathlib.Path, tmp: pathlib.Path) -> None:
+    """Triton kernels as they are, and the machine code of one CUDA kernel out of the extension."""
+    for file in VLLM_FILES:
+        source.extract(file, target)
+    import triton
+
+    cuobjdump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    library = source.extract(VLLM_LIBRARY, tmp)
+    code = tmp / "code"
+    code.mkdir()
+    subprocess.run(
+        [cuobjdump, "-xelf", "sm_90a", library], cwd=code, check=True, capture_output=True
+    )
+    (cubin,) = (data for path in code.iterdir() if VLLM_KERNEL in (data := path.read_bytes()))
+    (target / VLLM_CUBIN).write_bytes(cubin)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=pathlib.Path)
@@ -125,8 +145,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         tmp = pathlib.Path(name)
-        for file in VLLM_FILES:
-            wheel(tmp, f"vllm=={VLLM}").extract(file, args.folder / f"vllm-{VLLM}")
+        vllm(wheel(tmp, f"vllm=={VLLM}"), args.folder / f"vllm-{VLLM}", tmp)
         for file in SGLANG_FILES:
             wheel(tmp, f"sglang-kernel=={SGLANG}").extract(
                 file, args.folder / f"sglang-kernel-{SGLANG}"

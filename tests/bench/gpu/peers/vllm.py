@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of vLLM 0.33.0: its chain verification of gated delta nets, its attention with a tree mask, its
-sampler.
+"""Kernels of vLLM 0.33.0: its chain verification of gated delta nets, its attention with a tree mask, its sampler.
 
-The kernels' files are loaded alone: of vLLM they get the few names below, so that no other part of it, and none of
-its requirements, has to be there.
+The files of its Triton kernels are loaded alone: of vLLM they get the few names below, so that no other part of it,
+and none of its requirements, has to be there. One CUDA kernel comes as the machine code that the wheel has for sm_90.
 """
 
 import contextlib
+import ctypes
 import enum
 import functools
 import importlib.util
 import logging
+import re
 import sys
 import types
 
@@ -26,6 +27,8 @@ FILES = {
     "delta_rule": "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
     "gumbel": "vllm/v1/worker/gpu/sample/gumbel.py",
 }
+CUBIN = "fused_gdn_decode.sm_90a.cubin"
+FUSED_GDN = f"vllm-{VERSION} fused_gdn_decode_post_conv_mtp + causal_conv1d_update"
 GDN = f"vllm-{VERSION} fused_sigmoid_gating_delta_rule_update + causal_conv1d_update"
 GDN_LAYER = f"vllm-{VERSION} causal_conv1d_update + rearrange_mixed_qkv + fused_sigmoid_gating_delta_rule_update"
 ATTENTION = f"vllm-{VERSION} unified_attention(qq_bias)"
@@ -203,6 +206,83 @@ class GdnChain:
         parts = torch.split(self._conv(), self.splits, dim=-1)
         torch.cat([part.reshape(-1) for part in parts], out=self.split_buffer)
         self._delta_rule()
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("qkv", "a", "b", "gate", "state")]
+
+
+@functools.cache
+def _fused_gdn_kernel() -> ctypes.c_void_p:
+    """The instance for an f32 state, three value heads for each key head, and a silu gate."""
+    code = (folder() / f"vllm-{VERSION}" / CUBIN).read_bytes()
+    (name,) = set(
+        re.findall(rb"\0(_ZN[^\0]*gdn_decode_post_conv_mtp_kernelIfLi3ELb0E[^\0]*)\0", code)
+    )
+    cuda = ctypes.CDLL("libcuda.so.1")
+    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    torch.cuda.current_stream().synchronize()  # there is a context now
+    for status in (
+        cuda.cuModuleLoadData(ctypes.byref(module), code),
+        cuda.cuModuleGetFunction(ctypes.byref(kernel), module, name),
+    ):
+        if status:
+            raise RuntimeError(f"CUDA driver error {status}")
+    return kernel
+
+
+def fused_available() -> str | None:
+    """Why `FusedGdnChain` cannot run here, or None."""
+    if reason := available():
+        return reason
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the code taken from the wheel is for sm_90a"
+    try:
+        _fused_gdn_kernel()
+    except Exception as error:  # whatever the peer's import runs into
+        return f"vLLM's fused kernel does not load: {error!r}"
+    return None
+
+
+class FusedGdnChain(GdnChain):
+    """The same for up to 8 rows per request and three value heads for each key head, by the kernel that vLLM runs
+    there; after it, in the same kernel, the gated RMS norm of each head: gate [T, Hv, 128], norm_weight [128]."""
+
+    def __init__(self, *inputs, gate, norm_weight, norm_eps=1e-6, **named):
+        super().__init__(*inputs, **named)
+        if self.rows > 8 or self.value_heads != 3 * self.key_heads:
+            raise ValueError(
+                "vLLM's fused kernel takes up to 8 rows and the instance here 3 value heads a key head"
+            )
+        self.gate, self.norm_weight = gate, norm_weight
+        self.out = torch.empty_like(gate)
+        pointers = (
+            self.conv_out, self.a, self.b, self.a_log.float(), self.dt_bias.float(), self.slots, self.query_start,
+            self.num_accepted, self.ssm_state, gate, norm_weight, self.out,
+        )  # fmt: skip
+        self.keep = pointers
+        values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
+        values += [
+            ctypes.c_int(value) for value in (self.key_heads, self.value_heads, self.rows, 0)
+        ]
+        values += [ctypes.c_bool(norm_weight.dtype == torch.bfloat16), ctypes.c_float(128**-0.5)]
+        values += [ctypes.c_float(norm_eps)]
+        rows = (self.conv_out, self.a, self.b, gate, self.ssm_state)
+        values += [_Strides(*(tensor.stride(0) for tensor in rows))]
+        self.values = values
+        self.parameters = (ctypes.c_void_p * len(values))(
+            *(ctypes.addressof(value) for value in values)
+        )
+
+    def __call__(self) -> None:
+        self._conv()
+        requests = self.slots.shape[0]
+        status = ctypes.CDLL("libcuda.so.1").cuLaunchKernel(
+            _fused_gdn_kernel(), requests, self.value_heads, 1, 256, 1, 1, 0,
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), self.parameters, None,
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(f"CUDA driver error {status}")
 
 
 class Attention:
