@@ -170,10 +170,17 @@ def gdn_verify(
 
 @torch.library.custom_op(
     "ddtree::tree_accept",
-    mutates_args=("num_accepted", "accepted_nodes", "output_tokens"),
+    mutates_args=(
+        "num_accepted",
+        "accepted_nodes",
+        "output_tokens",
+        "accepted_rows",
+        "next_positions",
+        "num_rejected",
+    ),
 )
 def tree_accept(
-    node_tokens: torch.Tensor,
+    node_tokens: torch.Tensor | None,
     query_start: torch.Tensor,
     tree: torch.Tensor,
     max_nodes: int,
@@ -182,11 +189,22 @@ def tree_accept(
     num_accepted: torch.Tensor,
     accepted_nodes: torch.Tensor,
     output_tokens: torch.Tensor,
+    logits: torch.Tensor | None = None,
+    temperatures: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    accepted_rows: torch.Tensor | None = None,
+    next_positions: torch.Tensor | None = None,
+    num_rejected: torch.Tensor | None = None,
 ) -> None:
-    """Follow the token sampled at each node while it names a child.
+    """Follow the token of each node while it names a child. The token is the
+    caller's, or chosen here: node_tokens int64 [T], or processed logits [T, V]
+    with, to sample as vLLM's sampler does, temperatures f32 [n] (0 = greedy; the
+    logits are divided by them already) and seeds int64 [n].
 
-    node_tokens int64 [T]; query_start int32 [n + 1]; num_accepted int32 [n];
-    accepted_nodes int32 [n, D] and output_tokens int64 [n, D + 1], -1 padded."""
+    query_start int32 [n + 1]; num_accepted int32 [n]; accepted_nodes int32
+    [n, D] and output_tokens int64 [n, D + 1], -1 padded. Optional outputs:
+    accepted_rows int32 [n, D + 1], -1 padded; next_positions int64 [n], of the
+    bonus token; num_rejected int32 [n]."""
     lib = library()
     n = num_accepted.shape[0]
     params = lib.params("ddt_tree_accept_params")
@@ -194,10 +212,16 @@ def tree_accept(
     params.tree = topology
     params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
     params.node_tokens = lib.pointer(node_tokens, "int64_t", torch.int64)
+    lib.fill_tensor(params.logits, logits)
+    params.temperatures = lib.pointer(temperatures, "float", torch.float32)
+    params.seeds = lib.pointer(seeds, "int64_t", torch.int64)
     params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
     params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
     params.output_tokens = lib.pointer(output_tokens, "int64_t", torch.int64)
-    lib.call("tree_accept", params, node_tokens.device)
+    params.accepted_rows = lib.pointer(accepted_rows, "int32_t", torch.int32)
+    params.next_positions = lib.pointer(next_positions, "int64_t", torch.int64)
+    params.num_rejected = lib.pointer(num_rejected, "int32_t", torch.int32)
+    lib.call("tree_accept", params, num_accepted.device)
 
 
 @torch.library.custom_op(
