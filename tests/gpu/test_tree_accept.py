@@ -33,7 +33,10 @@ class Case:
 def murmur3(words: list[torch.Tensor]) -> torch.Tensor:
     """MurmurHash3_x86_32 of 32-bit words, each an int64 tensor."""
     mask = 0xFFFFFFFF
-    rotate = lambda x, by: (x << by | x >> (32 - by)) & mask  # noqa: E731
+
+    def rotate(x: torch.Tensor, by: int) -> torch.Tensor:
+        return (x << by | x >> (32 - by)) & mask
+
     hash_ = torch.zeros_like(words[-1])
     for word in words:
         word = rotate(word * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask
@@ -130,7 +133,12 @@ def make(
             if children and rng.random() < 0.8:
                 tokens[r, rng.choice(children)] = wanted
     batch = abi.tree_batch(
-        trees, max_nodes, max_depth, "cpu", lambda r, i: tokens.get((r, i), 0), lambda r: positions[r]
+        trees,
+        max_nodes,
+        max_depth,
+        "cpu",
+        lambda r, i: tokens.get((r, i), 0),
+        lambda r: positions[r],
     )
     return Case(batch, query_start, layout(values, kind), choices, temperatures, seeds)
 
@@ -144,23 +152,36 @@ def expected(case: Case) -> dict[str, list]:
         path, choices = [], []
         node = 0
         while n:
-            token = case.choices[start + node] if case.node_tokens is None else int(case.node_tokens[start + node])
+            token = (
+                case.choices[start + node]
+                if case.node_tokens is None
+                else int(case.node_tokens[start + node])
+            )
             choices.append(token)
-            below = [i for i in range(n) if int(batch.parents[r, i]) == node and int(batch.tokens[r, i]) == token]
+            below = [
+                i
+                for i in range(n)
+                if int(batch.parents[r, i]) == node and int(batch.tokens[r, i]) == token
+            ]
             if not below:
                 break
             node = below[0]
             path.append(node)
         visited = [0, *path] if n else []
         bad = case.node_tokens is None and any(
-            bool(case.logits[start + i].isnan().any() or not (case.logits[start + i] > -math.inf).any())
+            bool(
+                case.logits[start + i].isnan().any()
+                or not (case.logits[start + i] > -math.inf).any()
+            )
             for i in visited
         )
         out["flags"].append(OTHER_FLAG | (FLAG_NONFINITE if bad else 0))
         out["num_accepted"].append(len(path) if n else -1)
         out["accepted_nodes"].append(path + [-1] * (depth_limit - len(path)))
         out["output_tokens"].append(choices + [-1] * (depth_limit + 1 - len(choices)))
-        out["accepted_rows"].append([start + i for i in visited] + [-1] * (depth_limit + 1 - len(visited)))
+        out["accepted_rows"].append(
+            [start + i for i in visited] + [-1] * (depth_limit + 1 - len(visited))
+        )
         out["next_positions"].append(int(batch.positions[r, 0]) + len(path) + 1 if n else 0)
         out["num_rejected"].append(case.query_start[r + 1] - start - 1 - len(path) if n else 0)
     return out
@@ -187,7 +208,9 @@ class Call:
         shape = case.batch.shape
         self.query_start = torch.tensor(case.query_start, dtype=torch.int32, device=device)
         self.out = {
-            name: abi.poisoned(OUTPUTS[name][1](shape.num_reqs, shape.max_depth), OUTPUTS[name][0], device)
+            name: abi.poisoned(
+                OUTPUTS[name][1](shape.num_reqs, shape.max_depth), OUTPUTS[name][0], device
+            )
             for name in outputs
         }
         lib = abi.lib()
@@ -214,7 +237,9 @@ class Call:
         return abi.call("tree_accept", self.params, self.device, ctx, check)
 
     def results(self) -> dict[str, list]:
-        return {name: tensor.tolist() for name, tensor in self.out.items()} | {"flags": self.batch.flags.tolist()}
+        return {name: tensor.tolist() for name, tensor in self.out.items()} | {
+            "flags": self.batch.flags.tolist()
+        }
 
 
 def outputs(case: Case, device: str, ctx: Any = None) -> dict[str, list]:
@@ -238,7 +263,9 @@ def forest(rng: random.Random, requests: int, max_nodes: int, max_depth: int) ->
 @pytest.mark.parametrize("kind", ["contiguous", "padded", "transposed", "gaps"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_every_dtype_and_layout(rng: random.Random, kind: str, dtype: torch.dtype, sampled: bool) -> None:
+def test_every_dtype_and_layout(
+    rng: random.Random, kind: str, dtype: torch.dtype, sampled: bool
+) -> None:
     vocab = rng.choice([257, 1000, 4099])
     check(make(rng, forest(rng, 5, 20, 6), 22, 7, vocab, dtype, kind, sampled))
 
@@ -293,7 +320,9 @@ def test_ties_and_numbers_that_never_win(rng: random.Random) -> None:
         for row in range(200):
             top = rng.choice([math.inf, 2.0, 0.0, -0.0, -math.inf])
             if top <= 0:
-                rows[row] = rows[row].clamp(max=top) if top else torch.where(rows[row] > 0, -1.0, rows[row])
+                rows[row] = (
+                    rows[row].clamp(max=top) if top else torch.where(rows[row] > 0, -1.0, rows[row])
+                )
             for _ in range(rng.randint(0, 3)):
                 rows[row, rng.randrange(vocab)] = top
             if row % 3 == 0:
@@ -303,7 +332,9 @@ def test_ties_and_numbers_that_never_win(rng: random.Random) -> None:
             if row % 14 == 0:
                 rows[row] = math.nan
         kind = rng.choice(["contiguous", "padded", "transposed"])
-        check(make(rng, trees, 1, 0, vocab, dtype, kind, idle=1, logits=rows[: 48 * 2 + 3].to(dtype)))
+        check(
+            make(rng, trees, 1, 0, vocab, dtype, kind, idle=1, logits=rows[: 48 * 2 + 3].to(dtype))
+        )
 
 
 def test_equal_sums_go_to_the_lowest_id() -> None:
@@ -376,7 +407,11 @@ def test_hostile_values_on_the_device(rng: random.Random) -> None:
         for name in ("first_child", "next_sibling", "num_nodes"):
             field = getattr(call.batch, name)
             at = torch.rand(field.shape, device="cuda") < 0.3
-            field.copy_(torch.where(at, torch.tensor(rng.choices(far, k=field.numel())).view_as(field).cuda(), field))
+            field.copy_(
+                torch.where(
+                    at, torch.tensor(rng.choices(far, k=field.numel())).view_as(field).cuda(), field
+                )
+            )
         if rng.random() < 0.5:
             call.query_start[rng.randrange(7)] = rng.choice(far)
         call.batch.tokens.copy_(torch.randint(0, 40, call.batch.tokens.shape))
@@ -498,7 +533,9 @@ def test_workspace_is_checked(rng: random.Random) -> None:
     call = Call(case, "cuda")
 
     def run() -> int:
-        return lib.lib.ddt_tree_accept(abi.context("cuda"), call.params, lib.stream(torch.device("cuda")))
+        return lib.lib.ddt_tree_accept(
+            abi.context("cuda"), call.params, lib.stream(torch.device("cuda"))
+        )
 
     lib.check(lib.lib.ddt_tree_accept_workspace_size(abi.context("cuda"), call.params, size))
     assert size[0] > 0
@@ -514,7 +551,18 @@ def test_workspace_is_checked(rng: random.Random) -> None:
 @pytest.mark.sanitize
 def test_small_batch(rng: random.Random) -> None:
     for dtype in FLOATS:
-        check(make(rng, forest(rng, 3, 9, 4), 9, 4, 2100, dtype, rng.choice(["contiguous", "padded"]), sampled=True))
+        check(
+            make(
+                rng,
+                forest(rng, 3, 9, 4),
+                9,
+                4,
+                2100,
+                dtype,
+                rng.choice(["contiguous", "padded"]),
+                sampled=True,
+            )
+        )
 
 
 def test_tokens_are_those_of_vllm(rng: random.Random) -> None:
@@ -529,8 +577,12 @@ def test_tokens_are_those_of_vllm(rng: random.Random) -> None:
         peer = vllm.Sample(logits.cuda(), temperature=1.0, seed=seed)
         peer.positions += first
         peer()
-        batch = abi.tree_batch([[-1]] * rows, 1, 0, "cpu", root_position=lambda r: first + r)
-        case = Case(batch, list(range(rows + 1)), logits, [], temperatures=[1.0] * rows, seeds=[seed] * rows)
+        batch = abi.tree_batch(
+            [[-1]] * rows, 1, 0, "cpu", root_position=lambda r, first=first: first + r
+        )
+        case = Case(
+            batch, list(range(rows + 1)), logits, [], temperatures=[1.0] * rows, seeds=[seed] * rows
+        )
         assert [tokens[0] for tokens in outputs(case, "cuda")["output_tokens"]] == peer.out.tolist()
 
 
