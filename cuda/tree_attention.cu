@@ -15,9 +15,11 @@ __device__ __forceinline__ void store_pair(const ddt_cuda_view &out, int64_t off
     case DDT_CUDA_F16:
       *reinterpret_cast<__half2 *>(static_cast<__half *>(out.data) + offset) = __floats2half2_rn(a, b);
       break;
-    case DDT_CUDA_BF16:
-      *reinterpret_cast<__nv_bfloat162 *>(static_cast<__nv_bfloat16 *>(out.data) + offset) = __floats2bfloat162_rn(a, b);
+    case DDT_CUDA_BF16: {
+      __nv_bfloat16 *const pair = static_cast<__nv_bfloat16 *>(out.data) + offset;
+      *reinterpret_cast<__nv_bfloat162 *>(pair) = __floats2bfloat162_rn(a, b);
       break;
+    }
     default: *reinterpret_cast<float2 *>(static_cast<float *>(out.data) + offset) = make_float2(a, b);
   }
 }
@@ -80,7 +82,7 @@ class Loader {
         valid_(valid),
         keys_(static_cast<const T *>(p.key_cache.data) + piece.kv_head * p.key_cache.strides[1]),
         values_(static_cast<const T *>(p.value_cache.data) + piece.kv_head * p.value_cache.strides[1]),
-        table_(static_cast<const int32_t *>(p.block_table.data) + piece.request_index * p.block_table.strides[0]),
+        request_(piece.request_index),
         num_tokens_(visible_tokens(p, piece)),
         token_(piece.first_tile * Tile::TOKENS),
         left_(2 * (piece.last_tile - piece.first_tile)) {
@@ -114,13 +116,9 @@ class Loader {
 #pragma unroll
     for (int w = 0; w < Tile::WORDS; w++) {
       const int token = token_ + 32 * w + static_cast<int>(threadIdx.x % 32);
-      const int index = token / p_.block_size;
-      next_offset_[w] = token - index * p_.block_size;
-      next_block_[w] = -1;
-      if (token < num_tokens_) {
-        const int block = table_[index * p_.block_table.strides[1]];
-        if (block < p_.num_blocks) next_block_[w] = block;
-      }
+      const CachePlace place = find_token(p_, request_, token, num_tokens_);
+      next_block_[w] = place.block;
+      next_offset_[w] = place.offset;
     }
   }
 
@@ -131,10 +129,9 @@ class Loader {
     for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
       const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
       // all rows of a warp are in the same 32 tokens
-      const int word = Tile::WORDS == 1 ? 0 : row / 32;
-      const int block = __shfl_sync(FULL_WARP, block_[0] * (word == 0) + block_[Tile::WORDS - 1] * (word != 0), row % 32);
-      const int offset =
-          __shfl_sync(FULL_WARP, offset_[0] * (word == 0) + offset_[Tile::WORDS - 1] * (word != 0), row % 32);
+      const bool low = row < 32;
+      const int block = __shfl_sync(FULL_WARP, low ? block_[0] : block_[Tile::WORDS - 1], row % 32);
+      const int offset = __shfl_sync(FULL_WARP, low ? offset_[0] : offset_[Tile::WORDS - 1], row % 32);
       const T *source = cache + max(block, 0) * block_stride + offset * token_stride + chunk * 8;
       copy_async_16(Tile::chunk(tile, row, chunk), source, block >= 0);
     }
@@ -145,7 +142,7 @@ class Loader {
   uint32_t (*valid_)[Tile::WORDS];
   const T *keys_;
   const T *values_;
-  const int32_t *table_;
+  int request_;
   int num_tokens_;
   int token_;  // first of the next K tile
   int left_;   // K and V tiles that are still to be loaded
@@ -345,16 +342,36 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   }
 }
 
-// Bits of the tokens of a V tile that have an element that is not finite.
+// A weight of 0 does not keep NaN and infinity out of a sum. So the tokens of a V tile with such an element are taken
+// out of the tile, and added from global memory to the lines that see them. Called by the whole CTA;
+// `tokens` is a bit per token, cleared by an earlier step.
 template <typename T, int DIM>
-__device__ void find_nonfinite(char *values, uint32_t *words) {
+__device__ void keep_out_nonfinite(const Params &p, const Piece &piece, int first_token, char *values, uint32_t *tokens,
+                                   bool has_lines, Lines<T, DIM> &lines) {
   using Tile = Tiles<DIM>;
-  for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
-    const uint4 x = *reinterpret_cast<const uint4 *>(values + i * 16);
+  constexpr int CHUNKS = Tile::TOKENS * Tile::CHUNKS;
+  for (int i = threadIdx.x; i < CHUNKS; i += blockDim.x) {
+    const uint4 x = reinterpret_cast<const uint4 *>(values)[i];
     if (not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w)) {
-      const int row = i / Tile::CHUNKS;
-      atomicOr(&words[row / 32], 1u << row % 32);
+      const int token = i / Tile::CHUNKS;
+      atomicOr(&tokens[token / 32], 1u << token % 32);
     }
+  }
+  __syncthreads();
+  uint32_t any = 0;
+#pragma unroll
+  for (int w = 0; w < Tile::WORDS; w++) any |= tokens[w];
+  if (any == 0) return;
+  const auto is_out = [&](int token) { return (tokens[token / 32] >> token % 32 & 1) != 0; };
+  for (int i = threadIdx.x; i < CHUNKS; i += blockDim.x) {
+    if (is_out(i / Tile::CHUNKS)) reinterpret_cast<uint4 *>(values)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  if (!has_lines) return;
+  for (int token = 0; token < Tile::TOKENS; token++) {
+    if (!is_out(token)) continue;
+    const CachePlace place = find_token(p, piece.request_index, first_token + token, piece.request.num_tokens);
+    lines.attend_value(token, static_cast<const T *>(p.value_cache.data) + place.of(p.value_cache, piece.kv_head));
   }
 }
 
@@ -401,8 +418,8 @@ __device__ void attend(const Params &p) {
   Pieces pieces(p);
   Piece piece;
   while (pieces.next(piece)) {
-    Loader<T, DIM> loader(p, piece, ring, valid);
     load_queries<T, DIM>(p, piece, queries);
+    Loader<T, DIM> loader(p, piece, ring, valid);
     for (int stage = 0; stage < p.stages - 1; stage++) loader.load(stage);
 
     const int mask_free = shared_tokens(p, piece);
@@ -439,33 +456,7 @@ __device__ void attend(const Params &p) {
 
       advance();
       char *values = ring + stage * Tile::BYTES;
-      if (beyond) {
-        // a weight of 0 does not keep NaN out of a sum
-        find_nonfinite<T, DIM>(values, nonfinite);
-        __syncthreads();
-        uint32_t any = 0;
-#pragma unroll
-        for (int w = 0; w < Tile::WORDS; w++) any |= nonfinite[w];
-        if (any != 0) {
-          for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
-            const int row = i / Tile::CHUNKS;
-            if (nonfinite[row / 32] >> row % 32 & 1) *reinterpret_cast<uint4 *>(values + i * 16) = make_uint4(0, 0, 0, 0);
-          }
-          __syncthreads();
-          if (has_lines) {
-            for (int row = 0; row < Tile::TOKENS; row++) {
-              if (!(nonfinite[row / 32] >> row % 32 & 1)) continue;
-              const int index = (token + row) / p.block_size;
-              const int64_t block =
-                  static_cast<const int32_t *>(
-                      p.block_table.data)[piece.request_index * p.block_table.strides[0] + index * p.block_table.strides[1]];
-              const int64_t place = block * p.value_cache.strides[0] + piece.kv_head * p.value_cache.strides[1] +
-                                    (token + row - index * p.block_size) * p.value_cache.strides[2];
-              lines.attend_value(row, static_cast<const T *>(p.value_cache.data) + place);
-            }
-          }
-        }
-      }
+      if (beyond) keep_out_nonfinite<T, DIM>(p, piece, token, values, nonfinite, has_lines, lines);
       if (has_lines) lines.attend_values(values);
       leave();
     }
@@ -503,7 +494,6 @@ __device__ void attend_any(const Params &p) {
   __shared__ int64_t key_offsets[TOKENS], value_offsets[TOKENS];
   float *queries = tiles, *keys = queries + ROWS * DIM, *values = keys + TOKENS * KEY_PITCH;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t *table = static_cast<const int32_t *>(p.block_table.data);
 
   Pieces pieces(p);
   Piece piece;
@@ -524,16 +514,9 @@ __device__ void attend_any(const Params &p) {
     for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
       __syncthreads();
       if (threadIdx.x < TOKENS) {
-        const int token = tile * TOKENS + threadIdx.x;
-        const int index = token / p.block_size, offset = token - index * p.block_size;
-        int block = -1;
-        if (token < num_tokens) block = table[piece.request_index * p.block_table.strides[0] + index * p.block_table.strides[1]];
-        const bool present = block >= 0 && block < p.num_blocks;
-        const auto place = [&](const ddt_cuda_view &view) {
-          return present ? block * view.strides[0] + piece.kv_head * view.strides[1] + offset * view.strides[2] : int64_t(-1);
-        };
-        key_offsets[threadIdx.x] = place(p.key_cache);
-        value_offsets[threadIdx.x] = place(p.value_cache);
+        const CachePlace place = find_token(p, piece.request_index, tile * TOKENS + threadIdx.x, num_tokens);
+        key_offsets[threadIdx.x] = place.block < 0 ? -1 : place.of(p.key_cache, piece.kv_head);
+        value_offsets[threadIdx.x] = place.block < 0 ? -1 : place.of(p.value_cache, piece.kv_head);
       }
       __syncthreads();
       load_tile<TOKENS, DIM, KEY_PITCH>(keys, p.key_cache, p.key_cache.strides[2], p.key_cache.strides[3],
@@ -594,7 +577,9 @@ __device__ void attend_any(const Params &p) {
                                (piece.kv_head * p.group + line % p.group) * p.out.strides[1];
         const float scale = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) store_f32(p.out, offset + (c * 32 + lane) * p.out.strides[2], out[i][c] * scale);
+        for (int c = 0; c < COLUMNS; c++) {
+          store_f32(p.out, offset + (c * 32 + lane) * p.out.strides[2], out[i][c] * scale);
+        }
       } else {
         const int64_t place = int64_t(piece.slot) * ROWS + row;
 #pragma unroll
@@ -639,7 +624,9 @@ __device__ void combine(const Params &p) {
     const int first_cta = schedule.cta_of(first), last_cta = schedule.cta_of(first + tiles - 1);
     if (first_cta == last_cta) return;  // written by the attend kernel
     // the first piece starts its unit, the others do not
-    const auto place = [&](int cta) { return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + line % p.tile_rows; };
+    const auto place = [&](int cta) {
+      return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + line % p.tile_rows;
+    };
     const float2 *stats = reinterpret_cast<const float2 *>(p.partial_stats);
     float top = -INFINITY;
 #pragma unroll 4
@@ -694,7 +681,7 @@ DDT_ATTEND_ANY(64)
 DDT_ATTEND_ANY(128)
 DDT_ATTEND_ANY(256)
 
-extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS)
+extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 6)
     ddt_tree_attention_combine(const __grid_constant__ ddt_cuda_tree_attention p) {
   ddt::wait_for_previous_kernel();
   ddt::tree_attention::combine(p);

@@ -231,6 +231,28 @@ __device__ __forceinline__ int shared_tokens(const Params &p, const Piece &piece
   return piece.request.root_token + min(first_row - piece.request.prefix_rows + 1, 0);
 }
 
+// Where a token of a request is in the caches.
+struct CachePlace {
+  int block;  // -1 if nowhere
+  int offset;
+
+  __device__ int64_t of(const ddt_cuda_view &cache, int kv_head) const {
+    return block * cache.strides[0] + kv_head * cache.strides[1] + offset * cache.strides[2];
+  }
+};
+
+// Tokens from num_tokens on are nowhere.
+__device__ __forceinline__ CachePlace find_token(const Params &p, int request, int token, int num_tokens) {
+  const int index = token / p.block_size;
+  CachePlace place = {-1, token - index * p.block_size};
+  if (token < num_tokens) {
+    const int32_t *table = static_cast<const int32_t *>(p.block_table.data);
+    const int block = table[request * p.block_table.strides[0] + index * p.block_table.strides[1]];
+    if (block >= 0 && block < p.num_blocks) place.block = block;
+  }
+  return place;
+}
+
 // A product of query and key as a score to the base 2.
 __device__ __forceinline__ float score_of(const Params &p, float product) {
   const float x = product * p.score_scale;

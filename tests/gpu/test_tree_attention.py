@@ -50,7 +50,8 @@ class Case:
         params.query_start = abi.i32_pointer(self.query_start)
         params.seq_lens = abi.i32_pointer(self.seq_lens)
         params.prefix_rows = abi.i32_pointer(self.prefix_rows)
-        params.tree = abi.tree_struct(self.tree)
+        self.tree_struct = abi.tree_struct(self.tree)  # cffi keeps nothing alive that a struct points to
+        params.tree = self.tree_struct
         params.softmax_scale = self.scale
         params.logit_softcap = self.softcap
         return params
