@@ -34,6 +34,27 @@ pub struct CommitGdnLayer<'a> {
     pub snapshot_slots: Option<&'a [i32]>,
 }
 
+impl CommitGdnLayer<'_> {
+    /// Checks shapes and dtypes of a layer whose stash has at least `num_rows` rows.
+    pub(crate) fn check_tensors(&self, num_rows: usize) -> Result<Heads> {
+        let (conv_state, ssm_state) = (self.conv_state.view(), self.ssm_state.view());
+        self.stash_qkv.want_ndim("stash_qkv", 2)?;
+        self.stash_qkv.want_dtype("stash_qkv", DType::FLOATS)?;
+        ssm_state.want_ndim("ssm_state", 4)?;
+        let heads = Heads::new("stash_qkv", self.stash_qkv.shape()[1], ssm_state.shape()[1])?;
+        gdn::check_stash(heads, num_rows, &self.stash_qkv, &self.stash_gates)?;
+        gdn::check_layer(
+            heads,
+            self.stash_qkv.dtype(),
+            &self.conv_weight,
+            self.conv_bias.as_ref(),
+            &conv_state,
+            &ssm_state,
+        )?;
+        Ok(heads)
+    }
+}
+
 /// The KV cache of one attention layer of [`Commit`].
 #[derive(Debug)]
 pub struct CommitKvLayer<'a> {
@@ -44,6 +65,18 @@ pub struct CommitKvLayer<'a> {
     /// `[T]` `block * block_size + offset` of each row; negative = none, refused for a row that
     /// moves or is moved to.
     pub row_slots: &'a [i64],
+}
+
+impl CommitKvLayer<'_> {
+    /// Checks the shapes, and returns the number of blocks and the tokens of each.
+    pub(crate) fn check_tensors(&self) -> Result<(usize, usize)> {
+        self.key_cache.want_ndim("key_cache", 4)?;
+        self.value_cache.want_ndim("value_cache", 4)?;
+        let (num_blocks, block_size) = (self.key_cache.shape()[0], self.key_cache.shape()[2]);
+        self.value_cache.want_dim("value_cache", 0, num_blocks, "blocks of key_cache")?;
+        self.value_cache.want_dim("value_cache", 2, block_size, "block size of key_cache")?;
+        Ok((num_blocks, block_size))
+    }
 }
 
 /// Arguments of [`commit`]. T = rows, R = requests, D = `max_depth`.
@@ -185,20 +218,8 @@ struct Snapshot {
 
 impl<'a> Replay<'a> {
     fn new(layer: &CommitGdnLayer, paths: &'a [AcceptedPath], args: &Commit) -> Result<Self> {
+        let heads = layer.check_tensors(num_rows(args.query_start))?;
         let (conv_state, ssm_state) = (layer.conv_state.view(), layer.ssm_state.view());
-        layer.stash_qkv.want_ndim("stash_qkv", 2)?;
-        layer.stash_qkv.want_dtype("stash_qkv", DType::FLOATS)?;
-        ssm_state.want_ndim("ssm_state", 4)?;
-        let heads = Heads::new("stash_qkv", layer.stash_qkv.shape()[1], ssm_state.shape()[1])?;
-        gdn::check_stash(heads, num_rows(args.query_start), &layer.stash_qkv, &layer.stash_gates)?;
-        gdn::check_layer(
-            heads,
-            layer.stash_qkv.dtype(),
-            &layer.conv_weight,
-            layer.conv_bias.as_ref(),
-            &conv_state,
-            &ssm_state,
-        )?;
         want_len("state_slots", layer.state_slots.len(), args.num_nodes.len())?;
         if let Some(slots) = layer.snapshot_slots {
             want_len("snapshot_slots", slots.len(), args.num_nodes.len())?;
@@ -294,11 +315,7 @@ struct Place {
 
 /// Lists the `(from, to)` of every KV row that has to move in one layer.
 fn moves_of(layer: &CommitKvLayer, paths: &[AcceptedPath], args: &Commit) -> Result<Vec<(Place, Place)>> {
-    layer.key_cache.want_ndim("key_cache", 4)?;
-    layer.value_cache.want_ndim("value_cache", 4)?;
-    let (num_blocks, block_size) = (layer.key_cache.shape()[0], layer.key_cache.shape()[2]);
-    layer.value_cache.want_dim("value_cache", 0, num_blocks, "blocks of key_cache")?;
-    layer.value_cache.want_dim("value_cache", 2, block_size, "block size of key_cache")?;
+    let (num_blocks, block_size) = layer.check_tensors()?;
     want_len("row_slots", layer.row_slots.len(), num_rows(args.query_start))?;
     let place = |row: usize| {
         let slot = layer.row_slots[row];

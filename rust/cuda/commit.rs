@@ -1,25 +1,289 @@
 // SPDX-License-Identifier: Apache-2.0
-//! PLACEHOLDER
+//! Launches `cuda/commit.cu`.
 
 use std::ffi::c_void;
 
-use super::{Device, Loader};
+use super::params::{
+    DDT_CUDA_COMMIT_MAX_GDN_LAYERS, DDT_CUDA_COMMIT_MAX_KV_LAYERS, DDT_CUDA_COMMIT_REPLAY_THREADS,
+    DDT_CUDA_COMMIT_SHIFT_THREADS, DDT_CUDA_COMMIT_STATE_ROWS, DDT_CUDA_COMMIT_WINDOW_CHANNELS,
+    ddt_cuda_commit, ddt_cuda_commit_cache, ddt_cuda_commit_gdn, ddt_cuda_commit_kv,
+};
+use super::{Device, Kernel, Launch, Loader, View, tree_params};
 use crate::error::{Result, bail};
-use crate::ffi::ddt_commit_params;
+use crate::ffi::{
+    CommitLayers, commit_layers, ddt_commit_params, ddt_gdn_layer, ddt_kv_layer, gdn_layer_tensors,
+    kv_layer_tensors, ptr,
+};
+use crate::gdn::{self, GDN_HEAD_DIM};
+use crate::tensor::TensorRef;
+
+const MAX_GDN_LAYERS: usize = DDT_CUDA_COMMIT_MAX_GDN_LAYERS as usize;
+const MAX_KV_LAYERS: usize = DDT_CUDA_COMMIT_MAX_KV_LAYERS as usize;
 
 /// The kernels of this operation.
-pub(crate) struct Kernels;
+pub(crate) struct Kernels {
+    replay: Kernel,
+    replay_strided: Kernel,
+    shift: Kernel,
+}
 
 impl Kernels {
-    pub(super) fn load(_loader: &Loader<'_>) -> Result<Self> {
-        Ok(Self)
+    pub(super) fn load(loader: &Loader<'_>) -> Result<Self> {
+        Ok(Self {
+            replay: loader.kernel("ddt_commit_replay", 0)?,
+            replay_strided: loader.kernel("ddt_commit_replay_strided", 0)?,
+            shift: loader.kernel("ddt_commit_shift", 0)?,
+        })
     }
 }
 
+#[allow(clippy::unnecessary_wraps, reason = "the signature that all operations share")]
 pub(crate) unsafe fn workspace_bytes(_device: &Device, _params: &ddt_commit_params) -> Result<usize> {
     Ok(0)
 }
 
-pub(crate) unsafe fn launch(_device: &Device, _params: &ddt_commit_params, _stream: *mut c_void) -> Result<()> {
-    bail!(Unsupported, "placeholder")
+/// # Safety
+/// The parameters must be as the header says.
+pub(crate) unsafe fn launch(device: &Device, params: &ddt_commit_params, stream: *mut c_void) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let CommitLayers { tree, dims, gdn_layers, kv_layers } = unsafe { commit_layers(params)? };
+    let num_reqs = dims.num_reqs;
+    ptr::device_array(tree.num_nodes, num_reqs, "tree.num_nodes")?;
+    // SAFETY: plain old data.
+    let mut kernel_params: ddt_cuda_commit = unsafe { std::mem::zeroed() };
+    kernel_params.tree = tree_params(&tree, dims);
+    kernel_params.query_start = ptr::device_array(params.query_start, num_reqs + 1, "query_start")?;
+    kernel_params.num_accepted = ptr::device_array(params.num_accepted, num_reqs, "num_accepted")?;
+    kernel_params.accepted_nodes =
+        ptr::device_array(params.accepted_nodes, num_reqs * dims.max_depth, "accepted_nodes")?;
+    kernel_params.snapshot_tokens =
+        ptr::optional_device_array(params.snapshot_tokens, num_reqs, "snapshot_tokens")?;
+    kernel_params.norm_eps = gdn::norm_eps(params.norm_eps)?;
+
+    let num_tables = gdn_layers.len().div_ceil(MAX_GDN_LAYERS).max(kv_layers.len().div_ceil(MAX_KV_LAYERS));
+    let tables = |i| {
+        (
+            part(gdn_layers, i * MAX_GDN_LAYERS, MAX_GDN_LAYERS),
+            part(kv_layers, i * MAX_KV_LAYERS, MAX_KV_LAYERS),
+        )
+    };
+    if num_tables > 1 {
+        // an error in a later table must not come after the launch of an earlier one
+        for i in 0..num_tables {
+            // SAFETY: the caller's promise.
+            unsafe { Shape::of(&mut kernel_params, num_reqs, tables(i))? };
+        }
+    }
+    for i in 0..num_tables {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let shape = Shape::of(&mut kernel_params, num_reqs, tables(i))?;
+            shape.launch(device, &kernel_params, stream)?;
+        }
+    }
+    Ok(())
+}
+
+/// A slice and the index of its first element.
+type Part<'a, T> = (usize, &'a [T]);
+
+fn part<T>(all: &[T], start: usize, len: usize) -> Part<'_, T> {
+    let start = start.min(all.len());
+    (start, &all[start..(start + len).min(all.len())])
+}
+
+/// The extents of the launches for one table of layers.
+struct Shape {
+    num_reqs: usize,
+    num_gdn_layers: usize,
+    num_kv_layers: usize,
+    max_value_heads: usize,
+    max_channels: usize,
+    /// Rows of all states are contiguous and fit for 16-byte accesses.
+    is_aligned: bool,
+}
+
+impl Shape {
+    /// Checks the layers of a table and fills it.
+    ///
+    /// # Safety
+    /// The layers must be as the header says.
+    unsafe fn of(
+        kernel_params: &mut ddt_cuda_commit,
+        num_reqs: usize,
+        ((first_gdn, gdn_layers), (first_kv, kv_layers)): (Part<'_, ddt_gdn_layer>, Part<'_, ddt_kv_layer>),
+    ) -> Result<Self> {
+        let mut shape = Self {
+            num_reqs,
+            num_gdn_layers: gdn_layers.len(),
+            num_kv_layers: kv_layers.len(),
+            max_value_heads: 0,
+            max_channels: 0,
+            is_aligned: true,
+        };
+        for (i, (layer, out)) in gdn_layers.iter().zip(&mut kernel_params.gdn_layers).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { shape.gdn_layer(layer, kernel_params.snapshot_tokens, out) }
+                .map_err(|error| error.context(format!("gdn_layers[{}]", first_gdn + i)))?;
+        }
+        for (i, (layer, out)) in kv_layers.iter().zip(&mut kernel_params.kv_layers).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { kv_layer(layer, out) }
+                .map_err(|error| error.context(format!("kv_layers[{}]", first_kv + i)))?;
+        }
+        kernel_params.num_gdn_layers = gdn_layers.len() as i32;
+        kernel_params.num_kv_layers = kv_layers.len() as i32;
+        for blocks in [shape.replay_blocks(), shape.shift_blocks()] {
+            if i32::try_from(blocks).is_err() {
+                bail!(InvalidShape, "tree.num_reqs: got {num_reqs}, want fewer");
+            }
+        }
+        Ok(shape)
+    }
+
+    /// # Safety
+    /// The layer must be as the header says.
+    unsafe fn gdn_layer(
+        &mut self,
+        layer: &ddt_gdn_layer,
+        snapshot_tokens: *const i32,
+        out: &mut ddt_cuda_commit_gdn,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise; data is not read here.
+        let tensors = unsafe { gdn_layer_tensors(layer)? };
+        // the rows of this step are known to the device only
+        let heads = tensors.check_tensors(0)?;
+        let (conv_state, ssm_state) = (tensors.conv_state.view(), tensors.ssm_state.view());
+        *out = ddt_cuda_commit_gdn {
+            conv_weight: View::new(&tensors.conv_weight),
+            conv_bias: View::optional(tensors.conv_bias.as_ref()),
+            conv_state: View::new(&conv_state),
+            ssm_state: View::new(&ssm_state),
+            stash_qkv: View::new(&tensors.stash_qkv),
+            stash_gates: View::new(&tensors.stash_gates),
+            state_slots: ptr::device_array(layer.state_slots, self.num_reqs, "state_slots")?,
+            snapshot_slots: ptr::optional_device_array(
+                layer.snapshot_slots,
+                self.num_reqs,
+                "snapshot_slots",
+            )?,
+            num_slots: conv_state.shape()[0].min(ssm_state.shape()[0]) as i64,
+            stash_rows: clamped(tensors.stash_qkv.shape()[0].min(tensors.stash_gates.shape()[0])),
+            num_k_heads: clamped(heads.num_k),
+            num_v_heads: clamped(heads.num_v),
+            reserved: 0,
+        };
+        if !out.snapshot_slots.is_null() && snapshot_tokens.is_null() {
+            bail!(NullPointer, "snapshot_tokens: got NULL, want a pointer because snapshot_slots is given");
+        }
+        self.max_value_heads = self.max_value_heads.max(heads.num_v);
+        self.max_channels = self.max_channels.max(heads.channels());
+        self.is_aligned &= unit_bytes(&ssm_state) == 16;
+        Ok(())
+    }
+
+    fn replay_blocks(&self) -> usize {
+        self.num_reqs * self.max_value_heads * (GDN_HEAD_DIM / DDT_CUDA_COMMIT_STATE_ROWS as usize)
+    }
+
+    fn shift_blocks(&self) -> usize {
+        let windows = self.max_channels.div_ceil(DDT_CUDA_COMMIT_WINDOW_CHANNELS as usize);
+        // the two caches of an attention layer
+        let caches = if self.num_kv_layers > 0 { 2 } else { 0 };
+        self.num_reqs * windows.max(caches)
+    }
+
+    /// # Safety
+    /// What the kernels' parameters point to must be as the header says.
+    unsafe fn launch(
+        &self,
+        device: &Device,
+        kernel_params: &ddt_cuda_commit,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let kernels = &device.kernels().commit;
+        let replay = Launch {
+            grid: [self.replay_blocks() as u32, self.num_gdn_layers as u32, 1],
+            block: DDT_CUDA_COMMIT_REPLAY_THREADS as u32,
+            shared_bytes: 0,
+            overlaps_previous: false,
+        };
+        let shift = Launch {
+            grid: [self.shift_blocks() as u32, (self.num_gdn_layers + self.num_kv_layers) as u32, 1],
+            block: DDT_CUDA_COMMIT_SHIFT_THREADS as u32,
+            shared_bytes: 0,
+            overlaps_previous: self.num_gdn_layers > 0,
+        };
+        let replay_kernel = if self.is_aligned { &kernels.replay } else { &kernels.replay_strided };
+        // SAFETY: both kernels take this struct, and the caller vouches for what it points to.
+        unsafe {
+            device.launch(replay_kernel, &replay, kernel_params, stream)?;
+            device.launch(&kernels.shift, &shift, kernel_params, stream)
+        }
+    }
+}
+
+/// # Safety
+/// The layer must be as the header says.
+unsafe fn kv_layer(layer: &ddt_kv_layer, out: &mut ddt_cuda_commit_kv) -> Result<()> {
+    // SAFETY: the caller's promise; data is not read here.
+    let tensors = unsafe { kv_layer_tensors(layer)? };
+    let (num_blocks, block_size) = tensors.check_tensors()?;
+    let (key_cache, value_cache) = (tensors.key_cache.view(), tensors.value_cache.view());
+    *out = ddt_cuda_commit_kv {
+        key_cache: cache("key_cache", &key_cache)?,
+        value_cache: cache("value_cache", &value_cache)?,
+        // as many as the device's query_start says
+        row_slots: ptr::device_array(layer.row_slots, 1, "row_slots")?,
+        num_blocks: num_blocks as i64,
+        block_size: block_size as i64,
+        num_key_heads: clamped(key_cache.shape()[1]),
+        num_value_heads: clamped(value_cache.shape()[1]),
+    };
+    Ok(())
+}
+
+fn cache(name: &str, tensor: &TensorRef<'_>) -> Result<ddt_cuda_commit_cache> {
+    let unit_bytes = unit_bytes(tensor);
+    let size = tensor.dtype().size();
+    let &[_, num_heads, _, head_dim] = tensor.shape() else { unreachable!("ndim is 4") };
+    let num_units = head_dim * size / unit_bytes;
+    if num_heads.checked_mul(num_units).is_none_or(|units| i32::try_from(units).is_err()) {
+        bail!(
+            InvalidShape,
+            "{name} heads: got {num_heads} of {head_dim}, want a token of less than 2^31 elements"
+        );
+    }
+    // a stride that does not fit belongs to an axis of one entry
+    let bytes = |axis: usize| tensor.strides()[axis].wrapping_mul(size) as i64;
+    Ok(ddt_cuda_commit_cache {
+        data: tensor.data().cast_mut().cast(),
+        block_stride: bytes(0),
+        head_stride: bytes(1),
+        token_stride: bytes(2),
+        unit_stride: if unit_bytes == size { bytes(3) } else { unit_bytes as i64 },
+        unit_bytes: unit_bytes as u32,
+        num_units: clamped(num_units),
+    })
+}
+
+/// The size of the largest accesses, up to 16 bytes, that fit the rows of the last axis: one element if
+/// these are not contiguous.
+fn unit_bytes(tensor: &TensorRef<'_>) -> usize {
+    let size = tensor.dtype().size();
+    let (&last_stride, strides) = tensor.strides().split_last().expect("a tensor has axes");
+    if last_stride != 1 {
+        return size;
+    }
+    let row_bytes = tensor.shape().last().expect("a tensor has axes") * size;
+    let offsets = strides
+        .iter()
+        .fold(row_bytes | tensor.data() as usize, |bits, stride| bits | stride.wrapping_mul(size));
+    // the lowest set bit
+    1 << offsets.trailing_zeros().min(4)
+}
+
+/// Counts beyond what an i32 holds are cut: nothing on the device counts that far.
+fn clamped(count: usize) -> i32 {
+    count.min(i32::MAX as usize) as i32
 }

@@ -133,7 +133,7 @@ pub struct ddt_cuda_commit_gdn {
     pub stash_rows: i32,
     pub num_k_heads: i32,
     pub num_v_heads: i32,
-    pub state_is_aligned: u32,
+    pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -180,8 +180,8 @@ const _: () = {
         "Offset of field: ddt_cuda_commit_gdn::num_v_heads",
     ][::std::mem::offset_of!(ddt_cuda_commit_gdn, num_v_heads) - 320usize];
     [
-        "Offset of field: ddt_cuda_commit_gdn::state_is_aligned",
-    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, state_is_aligned) - 324usize];
+        "Offset of field: ddt_cuda_commit_gdn::reserved",
+    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, reserved) - 324usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

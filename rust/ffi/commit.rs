@@ -7,7 +7,7 @@ use super::context::{Backend, backend, ddt_context};
 use super::guard::guard;
 use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
-use super::types::{ddt_commit_params, ddt_gdn_layer, ddt_kv_layer};
+use super::types::{ddt_commit_params, ddt_gdn_layer, ddt_kv_layer, ddt_tree};
 use crate::commit::{Commit, CommitGdnLayer, CommitKvLayer, commit};
 use crate::error::{Result, bail};
 
@@ -52,36 +52,68 @@ pub unsafe extern "C" fn ddt_commit(
 unsafe fn run(params: &ddt_commit_params) -> Result<()> {
     // SAFETY: the caller's promise, for every pointer and tensor.
     unsafe {
+        let CommitLayers { tree, dims, gdn_layers, kv_layers } = commit_layers(params)?;
+        let query_start = ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?;
+        let num_rows = query_start[dims.num_reqs].max(0) as usize;
+        commit(Commit {
+            gdn_layers: in_each(gdn_layers, "gdn_layers", |layer| {
+                Ok(CommitGdnLayer {
+                    state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
+                    snapshot_slots: ptr::optional_input(
+                        layer.snapshot_slots,
+                        dims.num_reqs,
+                        "snapshot_slots",
+                    )?,
+                    ..gdn_layer_tensors(layer)?
+                })
+            })?,
+            kv_layers: in_each(kv_layers, "kv_layers", |layer| {
+                Ok(CommitKvLayer {
+                    row_slots: ptr::input(layer.row_slots, num_rows, "row_slots")?,
+                    ..kv_layer_tensors(layer)?
+                })
+            })?,
+            query_start,
+            num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+            max_depth: dims.max_depth,
+            num_accepted: ptr::input(params.num_accepted, dims.num_reqs, "num_accepted")?,
+            accepted_nodes: ptr::input(
+                params.accepted_nodes,
+                dims.num_reqs * dims.max_depth,
+                "accepted_nodes",
+            )?,
+            snapshot_tokens: ptr::optional_input(params.snapshot_tokens, dims.num_reqs, "snapshot_tokens")?,
+            norm_eps: params.norm_eps,
+        })
+    }
+}
+
+/// The parts of the parameters that the host can read on every device.
+pub(crate) struct CommitLayers<'a> {
+    pub(crate) tree: ddt_tree,
+    pub(crate) dims: TreeDims,
+    pub(crate) gdn_layers: &'a [ddt_gdn_layer],
+    pub(crate) kv_layers: &'a [ddt_kv_layer],
+}
+
+/// # Safety
+/// The tree and the layer tables must be as the header says.
+pub(crate) unsafe fn commit_layers(params: &ddt_commit_params) -> Result<CommitLayers<'_>> {
     ptr::no_flags(params.flags)?;
     if params.reserved0 != 0 {
         bail!(Unsupported, "params.reserved0: got {}, want 0", params.reserved0);
     }
-    let (tree, dims) = ptr::tree(params.tree)?;
-    let query_start = ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?;
-    let num_rows = query_start[dims.num_reqs].max(0) as usize;
     let num_gdn_layers = layer_count(params.num_gdn_layers, "num_gdn_layers")?;
     let num_kv_layers = layer_count(params.num_kv_layers, "num_kv_layers")?;
-    let gdn_layers = ptr::input(params.gdn_layers, num_gdn_layers, "gdn_layers")?;
-    let kv_layers = ptr::input(params.kv_layers, num_kv_layers, "kv_layers")?;
-    commit(Commit {
-        gdn_layers: in_each(gdn_layers, "gdn_layers", |layer| gdn_layer(layer, dims))?,
-        kv_layers: in_each(kv_layers, "kv_layers", |layer| kv_layer(layer, num_rows))?,
-        query_start,
-        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-        max_depth: dims.max_depth,
-        num_accepted: ptr::input(params.num_accepted, dims.num_reqs, "num_accepted")?,
-        accepted_nodes: ptr::input(
-            params.accepted_nodes,
-            dims.num_reqs * dims.max_depth,
-            "accepted_nodes",
-        )?,
-        snapshot_tokens: ptr::optional_input(
-            params.snapshot_tokens,
-            dims.num_reqs,
-            "snapshot_tokens",
-        )?,
-        norm_eps: params.norm_eps,
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (tree, dims) = ptr::tree(params.tree)?;
+        Ok(CommitLayers {
+            tree,
+            dims,
+            gdn_layers: ptr::input(params.gdn_layers, num_gdn_layers, "gdn_layers")?,
+            kv_layers: ptr::input(params.kv_layers, num_kv_layers, "kv_layers")?,
+        })
     }
 }
 
@@ -101,9 +133,11 @@ fn in_each<T, U>(layers: &[T], name: &str, convert: impl Fn(&T) -> Result<U>) ->
         .collect()
 }
 
+/// The layer without its slots, which may lie in a GPU's memory.
+///
 /// # Safety
-/// The caller must vouch for every pointer and tensor of the layer.
-unsafe fn gdn_layer<'a>(layer: &ddt_gdn_layer, dims: TreeDims) -> Result<CommitGdnLayer<'a>> {
+/// The caller must vouch for every tensor of the layer.
+pub(crate) unsafe fn gdn_layer_tensors<'a>(layer: &ddt_gdn_layer) -> Result<CommitGdnLayer<'a>> {
     // SAFETY: the caller's promise.
     unsafe {
         Ok(CommitGdnLayer {
@@ -113,21 +147,23 @@ unsafe fn gdn_layer<'a>(layer: &ddt_gdn_layer, dims: TreeDims) -> Result<CommitG
             ssm_state: ptr::tensor_mut(&layer.ssm_state, 4, "ssm_state")?,
             stash_qkv: ptr::tensor(&layer.stash_qkv, 2, "stash_qkv")?,
             stash_gates: ptr::tensor(&layer.stash_gates, 3, "stash_gates")?,
-            state_slots: ptr::input(layer.state_slots, dims.num_reqs, "state_slots")?,
-            snapshot_slots: ptr::optional_input(layer.snapshot_slots, dims.num_reqs, "snapshot_slots")?,
+            state_slots: &[],
+            snapshot_slots: None,
         })
     }
 }
 
+/// The layer without its slots, which may lie in a GPU's memory.
+///
 /// # Safety
-/// The caller must vouch for every pointer and tensor of the layer.
-unsafe fn kv_layer<'a>(layer: &ddt_kv_layer, num_rows: usize) -> Result<CommitKvLayer<'a>> {
+/// The caller must vouch for every tensor of the layer.
+pub(crate) unsafe fn kv_layer_tensors<'a>(layer: &ddt_kv_layer) -> Result<CommitKvLayer<'a>> {
     // SAFETY: the caller's promise.
     unsafe {
         Ok(CommitKvLayer {
             key_cache: ptr::tensor_mut(&layer.key_cache, 4, "key_cache")?,
             value_cache: ptr::tensor_mut(&layer.value_cache, 4, "value_cache")?,
-            row_slots: ptr::input(layer.row_slots, num_rows, "row_slots")?,
+            row_slots: &[],
         })
     }
 }
