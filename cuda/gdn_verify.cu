@@ -100,6 +100,10 @@ __device__ __forceinline__ void split(float x, float y, uint32_t &high, uint32_t
   low = reinterpret_cast<const uint32_t &>(l);
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // The dynamic shared memory of a block. M = row_capacity.
 template <typename T>
 struct Shared {
@@ -294,21 +298,45 @@ struct GdnVerify {
 
   __device__ bool is_staged() const { return STAGED_TYPE && (p.vectors & DDT_CUDA_GDN_VERIFY_ROWS) != 0; }
 
+  // Brings the block's part of the state closer. Registers are for it only once the convolution is done.
+  __device__ void prefetch_state() const {
+    if ((p.vectors & DDT_CUDA_GDN_VERIFY_STATE) == 0) return;
+    constexpr int SECTOR = 8, SECTORS = GDN_HEAD_DIM / SECTOR;
+    const ddt_cuda_view &view = p.ssm_state;
+    for (int i = threadIdx.x; i < TILES * TILE * SECTORS; i += THREADS) {
+      const int row = i / SECTORS, tile = row / TILE;
+      if (!work.has_tile(tile)) return;
+      prefetch_to_l2(static_cast<const float *>(view.data) + work.slot * view.strides[0] +
+                     work.head(tile) * view.strides[1] + (work.column(tile) + row % TILE) * view.strides[2] +
+                     i % SECTORS * SECTOR);
+    }
+  }
+
   // One tile of the state: lane (g, t) of a warp gets rows g and g + 8, and of each 16 keys those
   // from 4 t.
   __device__ void load_state(float (&state)[K_STEPS][2][4]) const {
     const ddt_cuda_view &view = p.ssm_state;
-    const int tile = warp_tile();
-    if (!work.has_tile(tile)) return;
+    // a block always has its first tile
+    const int tile = work.has_tile(warp_tile()) ? warp_tile() : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t offset = work.slot * view.strides[0] + work.head(tile) * view.strides[1] +
                              (work.column(tile) + lane / 4 + 8 * half) * view.strides[2] +
                              lane % 4 * 4 * view.strides[3];
+      if (p.vectors & DDT_CUDA_GDN_VERIFY_STATE) {
 #pragma unroll
-      for (int step = 0; step < K_STEPS; ++step) {
-        load_four_as<float>(view, offset + step * 16 * view.strides[3], view.strides[3],
-                            p.vectors & DDT_CUDA_GDN_VERIFY_STATE, state[step][half]);
+        for (int step = 0; step < K_STEPS; ++step) {
+          load_four_as<float>(view, offset + step * 16, 1, true, state[step][half]);
+        }
+      } else {
+        const float *data = static_cast<const float *>(view.data) + offset;
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state[step][half][i] = data[i * view.strides[3]];
+          data += 16 * view.strides[3];
+          asm volatile("" : "+l"(data));
+        }
       }
     }
   }
@@ -579,9 +607,9 @@ struct GdnVerify {
     }
   }
 
-  // The weights of every row, by substitution from the row up to the root. Four lanes share a row.
+  // The weights of every row, by substitution from the row up to the root. Eight lanes share a row.
   __device__ void solve(const Chunk &chunk) const {
-    constexpr int LANES = 4, SLOTS = (MAX_PATH + LANES - 1) / LANES;
+    constexpr int LANES = 8, SLOTS = (MAX_PATH + LANES - 1) / LANES;
     const int m = p.row_capacity;
     for (int base = warp * (32 / LANES); base < chunk.count; base += WARPS * (32 / LANES)) {
       const int row = base + lane / LANES, sub = lane % LANES;
@@ -600,6 +628,7 @@ struct GdnVerify {
 #pragma unroll
       for (int slot = SLOTS - 1; slot >= 0; --slot) {
         if (slot * LANES > deepest) continue;
+#pragma unroll 1
         for (int owner = LANES - 1; owner >= 0; --owner) {
           const int place = slot * LANES + owner;
           const bool active = place <= depth;
@@ -669,10 +698,10 @@ struct GdnVerify {
 
   // Returns the node after the chunk.
   __device__ int run_chunk(int first) const {
-    float state[K_STEPS][2][4];
-    load_state(state);
     Chunk chunk{first, 0, 0};
-    if (first > 0) {
+    if (first == 0) {
+      prefetch_state();
+    } else {
       // the shared memory of the chunk before is free, and the ancestors are needed to address rows
       const int64_t node = static_cast<int64_t>(request) * p.tree.max_nodes + first;
       chunk.carried = min(max(p.tree.depths[node], 0), min(p.tree.max_depth, first));
@@ -695,19 +724,23 @@ struct GdnVerify {
       constexpr int ROWS = VALUE_WARPS * 32 / QUADS;
       const int thread = threadIdx.x - 2 * HEAD_WARPS * 32;
       quad = thread % QUADS;
+      const bool has_work = thread < ROWS * QUADS && work.has_tile(quad / (TILE / 4));
+      if (!has_work) quad = 0;
       const int tile = quad / (TILE / 4);
-      row = thread < ROWS * QUADS && work.has_tile(tile) ? thread / QUADS : chunk.count;
+      row = has_work ? thread / QUADS : chunk.count;
       row_step = ROWS;
       channel = (2 * p.num_k_heads + work.head(tile)) * GDN_HEAD_DIM + work.column(tile) + quad % (TILE / 4) * 4;
     }
     Conv conv;
-    if (row < chunk.count) conv.load<T>(p, work.slot, channel);
+    conv.load<T>(p, work.slot, channel);
     load_paths(chunk);
     load_gates(chunk);
     copy_async_wait<0>();
     __syncthreads();
     sum_root_decays(chunk);
     convolve(chunk, conv, role, quad, channel, row, row_step);
+    float state[K_STEPS][2][4];
+    load_state(state);
     __syncthreads();
     multiply_heads(chunk);
     multiply_state(chunk, state);
