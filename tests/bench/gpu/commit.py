@@ -69,7 +69,9 @@ class Problem:
         shape = (blocks, 2, block, timing.KV_HEADS, timing.HEAD_DIM)
         self.kv = [tensor(*shape) for _ in range(timing.ATTENTION_LAYERS)]
         self.row_slots = torch.randperm(blocks * block, device="cuda")[:rows]
-        kv_bytes = 2 * 2 * timing.KV_HEADS * timing.HEAD_DIM * 2 * len(path) * timing.ATTENTION_LAYERS
+        kv_bytes = (
+            2 * 2 * timing.KV_HEADS * timing.HEAD_DIM * 2 * len(path) * timing.ATTENTION_LAYERS
+        )
         window_bytes = 2 * 2 * channels * (timing.CONV_WIDTH - 1) * timing.GDN_LAYERS
         stash_bytes = (len(path) + 1) * (2 * channels + 8 * heads) * timing.GDN_LAYERS
         state_bytes = 2 * 4 * STATE * timing.GDN_LAYERS
@@ -106,8 +108,12 @@ class Problem:
         per_node = [layer["ssm_state"].repeat_interleave(PEER_NODES, 0) for layer in self.gdn]
         slots = self.slots.long()
         starts = self.query_start[:-1].long()[:, None]
-        sources = self.row_slots[(starts + torch.tensor(self.path, dtype=torch.int64, device="cuda")).flatten()]
-        targets = self.row_slots[(starts + torch.arange(1, len(self.path) + 1, device="cuda")).flatten()]
+        sources = self.row_slots[
+            (starts + torch.tensor(self.path, dtype=torch.int64, device="cuda")).flatten()
+        ]
+        targets = self.row_slots[
+            (starts + torch.arange(1, len(self.path) + 1, device="cuda")).flatten()
+        ]
         block = timing.KV_BLOCK_SIZE
         source, target = ((rows // block, rows % block) for rows in (sources, targets))
 
@@ -155,14 +161,27 @@ def bench(requests: int, nodes: int, accepted: int, out: str | None, replays: in
         cases[GATHER] = problem.gather()
         peers.append(GATHER)
     times = timing.measure(cases, replays)
-    what = {"requests": requests, "nodes": nodes, "context": None, "dtype": "bf16", "accepted": len(problem.path)}
+    what = {
+        "requests": requests,
+        "nodes": nodes,
+        "context": None,
+        "dtype": "bf16",
+        "accepted": len(problem.path),
+    }
     for peer in peers:
         timing.record(
             out, op="commit", timing=times["all"], floor_us=timing.floor_us(problem.num_bytes),
             peer=peer, peer_timing=times[peer], host_us=round(host_us(cases["all"]), 1), **what,
         )  # fmt: skip
     for part in ("gdn", "kv"):
-        timing.record(out, op="commit", timing=times[part], floor_us=None, variant=f"{part} layers only", **what)
+        timing.record(
+            out,
+            op="commit",
+            timing=times[part],
+            floor_us=None,
+            variant=f"{part} layers only",
+            **what,
+        )
 
 
 def main() -> None:

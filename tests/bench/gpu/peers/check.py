@@ -125,10 +125,11 @@ class Paged:
             self.visible,
         )
 
-    def float64(self) -> torch.Tensor:
+    def float64(self, visible: torch.Tensor) -> torch.Tensor:
+        """What attention writes where a row sees the columns `visible` of its request's rows."""
         group = self.query.shape[1] // self.key_cache.shape[2]
         length, outs = self.context + self.nodes, []
-        mask = torch.cat([self.visible.new_ones(self.nodes, self.context), self.visible], dim=1)
+        mask = torch.cat([visible.new_ones(self.nodes, self.context), visible], dim=1)
         for r in range(self.requests):
             blocks = self.block_table[r].long()
             k, v = (
@@ -195,16 +196,22 @@ def attention_peers(paged: Paged) -> dict:
         peers[vllm.ATTENTION] = vllm.Attention(*paged.arguments())
     if not flashinfer.available():
         peers[flashinfer.ATTENTION] = flashinfer.Attention(*paged.arguments())
+    if not vllm.flash_available():
+        peers[vllm.FLASH_ATTENTION] = vllm.FlashAttention(*paged.arguments()[:-1])
     return peers
 
 
 def check_attention() -> None:
     for dim, block_size in (256, 16), (256, timing.KV_BLOCK_SIZE):
         paged = Paged(2, 21, 300, 12, 2, dim, block_size)
-        expected = paged.float64()
+        tree, chain = (
+            paged.float64(paged.visible),
+            paged.float64(paged.visible.new_ones(21, 21).tril()),
+        )
         for name, peer in attention_peers(paged).items():
             peer.out.fill_(float("nan"))
             peer()
+            expected = chain if name == vllm.FLASH_ATTENTION else tree
             compare(f"{name}, blocks of {block_size}", peer.out, expected)
 
 
@@ -235,6 +242,10 @@ def time_attention(out: str | None, replays: int) -> None:
                 out, op="tree_attention", requests=requests, nodes=nodes, context=context, dtype="bf16", timing=value,
                 floor_us=None, variant=name,
             )  # fmt: skip
+        if (requests, nodes, context) == (1, 64, 4096):
+            for name, peer in peers.items():
+                for kernel, us in timing.kernel_times(peer):
+                    print(f"    {name}: {us:.2f} us {kernel[:100]}")
 
 
 def check_sampling() -> None:
@@ -336,6 +347,7 @@ def main() -> None:
     parser.add_argument("peers", nargs="*")
     args = parser.parse_args()
     reasons = {module.__name__: module.available() for module in (vllm, flashinfer, sglang)}
+    reasons["vLLM's FlashAttention 3"] = vllm.flash_available()
     print(", ".join(f"{name}: {reason or 'here'}" for name, reason in reasons.items()), flush=True)
     steps = {
         "gdn": (check_gdn, time_gdn, vllm),

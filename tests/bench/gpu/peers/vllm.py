@@ -3,6 +3,7 @@
 
 The files of its Triton kernels are loaded alone: of vLLM they get the few names below, so that no other part of it,
 and none of its requirements, has to be there. One CUDA kernel comes as the machine code that the wheel has for sm_90.
+Of FlashAttention 3, which vLLM runs on such GPUs, the library is there with only the code for head dim 256 and bf16.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ GDN = f"vllm-{VERSION} fused_sigmoid_gating_delta_rule_update + causal_conv1d_up
 GDN_LAYER = f"vllm-{VERSION} causal_conv1d_update + rearrange_mixed_qkv + fused_sigmoid_gating_delta_rule_update"
 ATTENTION = f"vllm-{VERSION} unified_attention(qq_bias)"
 CHAIN_ATTENTION = f"vllm-{VERSION} unified_attention"
+FLASH_ATTENTION = f"vllm-{VERSION} FlashAttention 3, a chain"
+FLASH_LIBRARY = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 SAMPLE = f"vllm-{VERSION} gumbel_sample"
 
 
@@ -328,6 +331,59 @@ class Attention:
             causal=True, window_size=(-1, -1), block_table=self.block_table, softcap=0, q_descale=None,
             k_descale=None, v_descale=None, qq_bias=self.bias, **self.split,
         )  # fmt: skip
+
+
+@functools.cache
+def _flash():
+    torch.ops.load_library(str(folder() / f"vllm-{VERSION}" / FLASH_LIBRARY))
+    return torch.ops._vllm_fa3_C
+
+
+def flash_available() -> str | None:
+    """Why `FlashAttention` cannot run here, or None."""
+    if reason := available():
+        return reason
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "FlashAttention 3 is for sm_90"
+    try:
+        _flash().fwd.default  # noqa: B018
+    except Exception as error:  # whatever the peer's import runs into
+        return f"FlashAttention 3 does not load: {error!r}"
+    return None
+
+
+class FlashAttention:
+    """The same rows as a chain: this kernel has no tree mask, so it answers another question, and as fast as anything
+    on this GPU. Tensors as in `Attention`, head dim 256, bf16. The schedule, which vLLM makes once a step for all
+    layers, is made here; splits as vLLM allows them in CUDA graphs."""
+
+    MAX_SPLITS = 32
+
+    def __init__(self, query, key_cache, value_cache, block_table, seq_lens, scale):
+        requests = seq_lens.shape[0]
+        rows = query.shape[0] // requests
+        self.query_start = torch.arange(requests + 1, dtype=torch.int32, device=query.device) * rows
+        self.out = torch.empty_like(query)
+        longest = int(seq_lens.max())
+        heads, dim = query.shape[1:]
+        schedule = _flash().get_scheduler_metadata(
+            requests, rows, longest, heads, key_cache.shape[2], dim, dim, query.dtype, seq_lens, self.query_start, None,
+            None, None, None, key_cache.shape[1], 0, True, -1, -1, False, self.MAX_SPLITS, None, 0,
+        )  # fmt: skip
+        absent = (
+            "k_new v_new q_v cu_seqlens_k cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin "
+            "seqlens_rotary q_descale k_descale v_descale pack_gqa s_aux cp_tot_seqused_k"
+        )
+        self.arguments = dict(
+            dict.fromkeys(absent.split()), q=query, k=key_cache, v=value_cache, out=self.out,
+            cu_seqlens_q=self.query_start, seqused_k=seq_lens, max_seqlen_q=rows, max_seqlen_k=longest,
+            page_table=block_table, softmax_scale=scale, is_causal=True, window_size_left=-1, window_size_right=-1,
+            softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=schedule, num_splits=self.MAX_SPLITS,
+            sm_margin=0, cp_world_size=1, cp_rank=0,
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        _flash().fwd(**self.arguments)
 
 
 class Sample:
