@@ -3,7 +3,7 @@
 
     python fetch.py FOLDER [--build CUDA_HOME]
 
-downloads about 1 GB, leaves FOLDER with 45 MB and packs them into FOLDER.tar.xz (20 MB), for a machine without a
+downloads about 1 GB, leaves FOLDER with 220 MB and packs them into FOLDER.tar.xz (25 MB), for a machine without a
 network: CPython 3.12, x86-64, torch 2.11, an sm_90 GPU. --build also compiles FlashInfer's kernels (five minutes on
 one core; needs torch and nvcc, no GPU); without it FlashInfer compiles them on first use. Needs the cuobjdump that
 Triton brings.
@@ -13,6 +13,7 @@ import argparse
 import os
 import pathlib
 import shlex
+import struct
 import subprocess
 import sys
 import tarfile
@@ -29,6 +30,13 @@ VLLM_FILES = (
 )
 VLLM_LIBRARY, VLLM_KERNEL = "vllm/_C_stable_libtorch.abi3.so", b"gdn_decode_post_conv_mtp_kernel"
 VLLM_CUBIN = "fused_gdn_decode.sm_90a.cubin"
+FLASH_LIBRARY = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+# Of FlashAttention 3: the kernels for bf16 and head dim 256, those that merge splits and those that make schedules.
+FLASH_KERNELS = (
+    b"ELi256ENS_10bfloat16_tE",
+    b"19FlashAttnFwdCombine",
+    b"prepare_varlen_num_blocks_kernel",
+)
 SGLANG_FILES = ("sgl_kernel/sm90/common_ops.abi3.so",)
 
 # Run with FlashInfer importable: writes the build files of the two modules, prints their folders and the files of the
@@ -121,8 +129,41 @@ def flashinfer(
         )
 
 
+def blank(library: bytearray, keep: tuple[bytes, ...]) -> bytearray:
+    """Overwrites with zeros the GPU code in a shared library that mentions none of the names. CUDA loads code when a
+    kernel of it is first used, so the rest still works."""
+    table, entry_bytes, count, names = struct.unpack_from("<Q10xHHH", library, 40)
+    sections = [
+        struct.unpack_from("<II16xQQ", library, table + i * entry_bytes) for i in range(count)
+    ]
+    name_table = sections[names][2]
+    (start, size), *_ = (
+        (offset, size)
+        for name, _, offset, size in sections
+        if library[name_table + name :].startswith(b".nv_fatbin\0")
+    )
+    place = start
+    while place < start + size:
+        magic, _, header, length = struct.unpack_from("<IHHQ", library, place)
+        if magic != 0xBA55ED50:  # padding
+            place += 8
+            continue
+        end = place + header + length
+        place += header
+        if any(name in library[place:end] for name in keep):
+            place = end
+        while place < end:
+            _, _, header, length = struct.unpack_from("<HHIQ", library, place)
+            library[place + header : place + header + length] = bytes(length)
+            place += header + length
+    return library
+
+
 def vllm(source: zipfile.ZipFile, target: pathlib.Path, tmp: pathlib.Path) -> None:
-    """Triton kernels as they are, and the machine code of one CUDA kernel out of the extension."""
+    """Triton kernels as they are, the machine code of one CUDA kernel out of the extension, and the library of
+    FlashAttention 3 with the code of other kernels blanked: 165 MB, that pack into 5."""
+    library = pathlib.Path(source.extract(FLASH_LIBRARY, target))
+    library.write_bytes(blank(bytearray(library.read_bytes()), FLASH_KERNELS))
     for file in VLLM_FILES:
         source.extract(file, target)
     import triton
