@@ -23,7 +23,7 @@ COLUMNS = ("us", "spread", "launch_us", "floor_us", "peer_us", "peer_spread")
 OURS, FLOOR = "#1b5e9b", "#8a8a8a"
 OTHERS = ("#c8553d", "#5b8c5a", "#8e6c8a", "#d9a441", "#4f9d9d", "#7a5c3e")
 STYLES = ("-", "-.", ":", (0, (1, 1)), (0, (5, 1, 1, 1)))
-# Keys of every line; all others (a variant, say) tell measurements of one operation apart.
+# Keys of every line; other words (a variant, say) tell measurements of one operation apart.
 COMMON = {"op", *AXES, "dtype", *COLUMNS, "peer", "gpu", "driver", "commit", "command"}
 
 
@@ -33,9 +33,9 @@ def read(path: pathlib.Path) -> list[dict]:
     last = {}
     for line in lines:
         line["variant"] = " ".join(
-            str(value) if key == "variant" else f"{key} {value}"
+            value
             for key, value in sorted(line.items())
-            if key not in COMMON and value is not None
+            if key not in COMMON and isinstance(value, str)
         )
         key = (line["op"], line["variant"], line["dtype"], line["peer"])
         last[*key, *(line[axis] for axis in AXES)] = line
