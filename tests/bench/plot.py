@@ -64,7 +64,7 @@ def table(lines: list[dict]) -> str:
     columns += ["peer", "peer us", "peer / ours"]
     rows = []
     for line in lines:
-        ratio = f"{line['us'] / line['floor_us']:.1f}x" if line["floor_us"] else ""
+        ratio = f"{line['us'] / line['floor_us']:.1f}x" if (line["floor_us"] or 0) > 0.1 else ""
         peer = f"{line['peer_us'] / line['us']:.1f}x" if line["peer_us"] else ""
         spread = f"{number(line['us'])} ± {number(line['spread'] / 2)}"
         peer_spread = number(line["peer_us"])

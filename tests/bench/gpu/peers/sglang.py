@@ -6,12 +6,12 @@ import functools
 
 import torch
 
-from . import folder
+from . import folder, torch_name
 
 VERSION = "0.4.4"
 LIBRARY = "sgl_kernel/sm90/common_ops.abi3.so"
 ACCEPT = f"sglang-kernel-{VERSION} verify_tree_greedy"
-ARGMAX_ACCEPT = f"torch argmax + sglang-kernel-{VERSION} verify_tree_greedy"
+ARGMAX_ACCEPT = f"{torch_name('argmax')} + {ACCEPT}"
 MASK = f"sglang-kernel-{VERSION} build_tree_kernel_efficient"
 
 
