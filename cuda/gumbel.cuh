@@ -56,7 +56,9 @@ __device__ __forceinline__ float gumbel_noise(uint32_t bits) {
 __device__ __forceinline__ float gumbel_bound(uint32_t bits) {
   constexpr float LN_2 = 0x1.62e43p-1f;
   constexpr float MARGIN = 1e-3f;
-  return __fmaf_rn(-LN_2, __log2f(static_cast<float>(bits) + 0.5f), 32 * LN_2 + MARGIN);
+  float log2;  // the argument is no denormal number
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(static_cast<float>(bits) + 0.5f));
+  return __fmaf_rn(-LN_2, log2, 32 * LN_2 + MARGIN);
 }
 
 // At least every gumbel_noise.

@@ -17,8 +17,8 @@ constexpr int CHOOSE_THREADS = DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS;
 constexpr int CHOOSE_WARPS = CHOOSE_THREADS / 32;
 constexpr int WALK_THREADS = DDT_CUDA_TREE_ACCEPT_WALK_THREADS;
 static_assert(WALK_THREADS >= DDT_CUDA_MAX_NODES, "a thread per node");
-// loads of a thread that are under way at the same time
-constexpr int LOADS = 4;
+// loads that a thread starts together, one round ahead of those that it looks at
+constexpr int LOADS = 2;
 constexpr uint32_t FLAG_NONFINITE = 2;  // DDT_FLAG_NONFINITE
 constexpr float INF = __builtin_huge_valf();
 
@@ -162,77 +162,112 @@ __device__ __forceinline__ void consider_all(float (&x)[N], int first, uint32_t 
   }
 }
 
-// The best of tokens begin to end - 1 of a row, as far as this thread's lane of it goes.
-template <typename T, bool SAMPLED>
-__device__ __forceinline__ uint64_t best_of_part(const T *row, int64_t stride, int begin, int end, uint32_t prefix) {
-  constexpr int N = DDT_CUDA_TREE_ACCEPT_LOAD_BYTES / sizeof(T);
-  constexpr uint32_t NONE = Packed<T>::MINUS_INF;
-  const int thread = threadIdx.x;
-  // tokens that 16-byte loads reach: first to last - 1
-  int first = begin;
-  int num_loads = 0;
-  if (stride == 1) {
-    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(row + begin) / sizeof(T) % N);
-    first = min(begin + (N - offset) % N, end);
-    num_loads = (end - first) / N;
-  }
-  const int last = first + num_loads * N;
+// Where a part of a row of logits lies: single tokens, then loads of 16 bytes, then single tokens. It is
+// all single if the tokens are not contiguous.
+template <typename T>
+struct Part {
+  static constexpr int PER_LOAD = DDT_CUDA_TREE_ACCEPT_LOAD_BYTES / sizeof(T);
+  const T *row;
+  int64_t stride;
+  int begin;
+  int first;  // token of the loads
+  int num_loads;
+  int last;  // one past them
+  int end;
 
+  __device__ __forceinline__ Part(const Params &p, int row_index, int split) {
+    row = static_cast<const T *>(p.logits.data) + row_index * p.logits.strides[0];
+    stride = p.logits.strides[1];
+    begin = split * p.split_tokens;
+    end = begin + min(p.split_tokens, p.vocab - begin);
+    first = begin;
+    num_loads = 0;
+    if (stride == 1) {
+      const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(row + begin) / sizeof(T) % PER_LOAD);
+      first = min(begin + (PER_LOAD - offset) % PER_LOAD, end);
+      num_loads = (end - first) / PER_LOAD;
+    }
+    last = first + num_loads * PER_LOAD;
+  }
+
+  // The thread's loads from `base` on; -inf where there is nothing to load.
+  __device__ __forceinline__ void load(uint4 (&words)[LOADS], int base) const {
+    constexpr uint32_t NONE = Packed<T>::MINUS_INF;
+    const uint4 *loads = reinterpret_cast<const uint4 *>(row + first);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int load = base + i * CHOOSE_THREADS + static_cast<int>(threadIdx.x);
+      words[i] = load < num_loads ? __ldg(loads + load) : make_uint4(NONE, NONE, NONE, NONE);
+    }
+  }
+};
+
+// What a thread finds in a part; `words` are its first loads.
+template <bool SAMPLED, typename T>
+__device__ __forceinline__ uint64_t best_of_part(const Part<T> &part, uint4 (&words)[LOADS], uint32_t prefix) {
+  constexpr int N = Part<T>::PER_LOAD;
+  const int thread = threadIdx.x;
   Best best;
   // below every finite value
   float floor = SAMPLED ? -3.402823466e38f : -INF;
-  const uint4 *loads = reinterpret_cast<const uint4 *>(row + first);
-  for (int base = 0; base < num_loads; base += CHOOSE_THREADS * LOADS) {
-    uint4 words[LOADS];
+  for (int base = 0; base < part.num_loads; base += CHOOSE_THREADS * LOADS) {
+    uint4 next[LOADS];
+    part.load(next, base + CHOOSE_THREADS * LOADS);
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       const int load = base + i * CHOOSE_THREADS + thread;
-      words[i] = load < num_loads ? __ldg(loads + load) : make_uint4(NONE, NONE, NONE, NONE);
-    }
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const int load = base + i * CHOOSE_THREADS + thread;
-      if (load - thread % 32 < num_loads) {
+      if (load - thread % 32 < part.num_loads) {
         float x[N];
         Packed<T>::unpack({words[i].x, words[i].y, words[i].z, words[i].w}, x);
-        consider_all<SAMPLED>(x, first + load * N, prefix, best, floor);
+        consider_all<SAMPLED>(x, part.first + load * N, prefix, best, floor);
       }
     }
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) words[i] = next[i];
   }
-  // the rest one by one: the ends of the row, or all of it if its tokens are not contiguous
-  const uint32_t num_before = first - begin;
-  const uint32_t num_single = num_before + (end - last);
+  const uint32_t num_before = part.first - part.begin;
+  const uint32_t num_single = num_before + (part.end - part.last);
   for (uint32_t i = thread; i < num_single; i += CHOOSE_THREADS) {
-    const int token = static_cast<int>(i < num_before ? begin + i : last + (i - num_before));
-    const float logit = to_f32(row[token * stride]);
+    const int token = static_cast<int>(i < num_before ? part.begin + i : part.last + (i - num_before));
+    const float logit = to_f32(part.row[token * part.stride]);
     best.has_nan |= isnan(logit);
     best.consider(value_of<SAMPLED>(logit, prefix, token), token);
   }
   return best.encoded();
 }
 
+// The request that a row belongs to: the last one that starts at it or before it. -1 = none.
+__device__ __forceinline__ int owner_of(int row, const Params &p) {
+  int count = 0;
+  for (int r = threadIdx.x % 32; r < p.tree.num_reqs; r += 32) count += p.query_start[r] <= row;
+  return static_cast<int>(__reduce_add_sync(FULL_WARP, count)) - 1;
+}
+
 template <typename T>
 __device__ __forceinline__ void choose(const Params &p) {
   __shared__ uint64_t warp_best[CHOOSE_WARPS];
   let_next_kernel_start();
-  const int r = blockIdx.x / p.num_splits;
-  const int split = blockIdx.x % p.num_splits;
-  const int node = blockIdx.y;
-  const float temperature = p.temperatures == nullptr ? 0.0f : p.temperatures[r];
-  const RequestRows rows = request_rows(p.query_start, p.tree, r, p.num_rows);
-  if (node >= rows.num_nodes) return;
+  const int row = blockIdx.x;
+  const int split = blockIdx.y;
+  // the logits are on their way while the block finds out whose they are
+  const Part<T> part(p, row, split);
+  uint4 words[LOADS];
+  part.load(words, 0);
 
-  const int row = rows.start + node;
-  const T *logits = static_cast<const T *>(p.logits.data) + row * p.logits.strides[0];
-  const int64_t stride = p.logits.strides[1];
-  const int begin = split * p.split_tokens;
-  const int end = begin + min(p.split_tokens, p.vocab - begin);
-  uint64_t best;
-  if (temperature != 0.0f) {
-    const int64_t position = p.tree.positions[static_cast<int64_t>(r) * p.tree.max_nodes + node];
-    best = best_of_part<T, true>(logits, stride, begin, end, gumbel_prefix(p.seeds[r], position));
-  } else {
-    best = best_of_part<T, false>(logits, stride, begin, end, 0);
+  const int r = owner_of(row, p);
+  uint64_t best = 0;
+  if (r >= 0) {
+    const float temperature = p.temperatures == nullptr ? 0.0f : p.temperatures[r];
+    const RequestRows rows = request_rows(p.query_start, p.tree, r, p.num_rows);
+    const int node = row - rows.start;
+    if (node < rows.num_nodes) {
+      if (temperature != 0.0f) {
+        const int64_t position = p.tree.positions[static_cast<int64_t>(r) * p.tree.max_nodes + node];
+        best = best_of_part<true>(part, words, gumbel_prefix(p.seeds[r], position));
+      } else {
+        best = best_of_part<false>(part, words, 0);
+      }
+    }
   }
   best = best_of_lanes<32>(best);
   if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
@@ -255,17 +290,17 @@ __device__ __forceinline__ int forward(int link, int node, int num_nodes) {
 }  // namespace
 }  // namespace ddt
 
-extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM)
     ddt_tree_accept_choose_f32(const __grid_constant__ ddt_cuda_tree_accept p) {
   ddt::choose<float>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM)
     ddt_tree_accept_choose_f16(const __grid_constant__ ddt_cuda_tree_accept p) {
   ddt::choose<__half>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(ddt::CHOOSE_THREADS, DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM)
     ddt_tree_accept_choose_bf16(const __grid_constant__ ddt_cuda_tree_accept p) {
   ddt::choose<__nv_bfloat16>(p);
 }

@@ -6,6 +6,8 @@
 
 enum {
   DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS = 256,
+  // blocks of "choose" that a multiprocessor runs at the same time
+  DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM = 4,
   // one thread per node
   DDT_CUDA_TREE_ACCEPT_WALK_THREADS = DDT_CUDA_MAX_NODES,
   // bytes of logits that one load brings to a thread
@@ -38,7 +40,7 @@ struct ddt_cuda_tree_accept {
   int64_t *next_positions;
   // [R], NULL = none
   int32_t *num_rejected;
-  // [R][N][num_splits] workspace: the best token of each part, as the kernels encode it
+  // [T][num_splits] workspace: the best token of each part, as the kernels encode it
   uint64_t *partials;
   // T
   int32_t num_rows;

@@ -443,6 +443,7 @@ pub const DDT_CUDA_GDN_VERIFY_EXTRA_BYTES: _bindgen_ty_4 = 32;
 pub const DDT_CUDA_GDN_VERIFY_SHARED_BYTES: _bindgen_ty_4 = 101312;
 pub type _bindgen_ty_4 = ::std::os::raw::c_uint;
 pub const DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS: _bindgen_ty_5 = 256;
+pub const DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM: _bindgen_ty_5 = 4;
 pub const DDT_CUDA_TREE_ACCEPT_WALK_THREADS: _bindgen_ty_5 = 256;
 pub const DDT_CUDA_TREE_ACCEPT_LOAD_BYTES: _bindgen_ty_5 = 16;
 pub type _bindgen_ty_5 = ::std::os::raw::c_uint;

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use super::params::{
-    DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS, DDT_CUDA_TREE_ACCEPT_LOAD_BYTES, DDT_CUDA_TREE_ACCEPT_WALK_THREADS,
-    ddt_cuda_tree_accept,
+    DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM, DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS, DDT_CUDA_TREE_ACCEPT_LOAD_BYTES,
+    DDT_CUDA_TREE_ACCEPT_WALK_THREADS, ddt_cuda_tree_accept,
 };
 use super::{Device, Kernel, Launch, Loader, View, tree_params};
 use crate::dtype::DType;
@@ -34,8 +34,6 @@ impl Kernels {
     }
 }
 
-/// Blocks of "choose" that run on a multiprocessor at the same time.
-const BLOCKS_PER_SM: usize = 4;
 /// Parts of a row below which a grid of several waves would end in a long one.
 const MIN_PART_TOKENS: usize = 65_536;
 
@@ -47,10 +45,10 @@ struct Split {
 
 impl Split {
     /// Whole waves of blocks: one if the parts are short enough in that, else as many as it takes.
-    fn new(device: &Device, logits: &TensorRef<'_>, dims: TreeDims) -> Self {
+    fn new(device: &Device, logits: &TensorRef<'_>) -> Self {
         let vocab = logits.shape()[1];
-        let rows = logits.shape()[0].min(dims.num_slots()).max(1);
-        let per_wave = device.sm_count() as usize * BLOCKS_PER_SM;
+        let rows = logits.shape()[0].max(1);
+        let per_wave = device.sm_count() as usize * DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM as usize;
         let waves = (rows * vocab.div_ceil(MIN_PART_TOKENS)).div_ceil(per_wave);
         let num_splits = (waves * per_wave / rows).max(1);
         // parts are whole loads of a warp, and not less than what keeps a block busy
@@ -70,8 +68,8 @@ impl Split {
 /// The parameters must be as the header says.
 pub(crate) unsafe fn workspace_bytes(device: &Device, params: &ddt_tree_accept_params) -> Result<usize> {
     // SAFETY: the caller's promise.
-    let (dims, logits) = unsafe { (ptr::tree(params.tree)?.1, tree_accept_logits(params)?) };
-    Ok(logits.map_or(0, |logits| Split::new(device, &logits, dims).workspace_bytes(&logits)))
+    let logits = unsafe { tree_accept_logits(params) }?;
+    Ok(logits.map_or(0, |logits| Split::new(device, &logits).workspace_bytes(&logits)))
 }
 
 /// # Safety
@@ -83,7 +81,7 @@ pub(crate) unsafe fn launch(
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     let ((tree, dims), logits) = unsafe { (ptr::tree(params.tree)?, tree_accept_logits(params)?) };
-    let TreeDims { num_reqs, max_nodes, max_depth } = dims;
+    let TreeDims { num_reqs, max_depth, .. } = dims;
     let path_len = num_reqs * (max_depth + 1);
     for (field, name) in [
         (tree.tokens, "tree.tokens"),
@@ -119,13 +117,13 @@ pub(crate) unsafe fn launch(
     };
     let kernels = &device.kernels().tree_accept;
     if let Some(logits) = &logits {
-        let split = Split::new(device, logits, dims);
-        let Ok(grid_x) = i32::try_from(num_reqs * split.num_splits) else {
-            bail!(InvalidShape, "tree.num_reqs: got {num_reqs}, want fewer for this vocabulary");
+        let split = Split::new(device, logits);
+        let Ok(num_rows) = i32::try_from(logits.shape()[0]) else {
+            bail!(InvalidShape, "logits rows: got {}, want less than 2^31", logits.shape()[0]);
         };
         kernel_params.partials =
             ptr::workspace(params.workspace, params.workspace_bytes, split.workspace_bytes(logits))?.cast();
-        kernel_params.num_rows = logits.shape()[0].min(i32::MAX as usize) as i32;
+        kernel_params.num_rows = num_rows;
         kernel_params.vocab = logits.shape()[1] as i32;
         kernel_params.num_splits = split.num_splits as i32;
         kernel_params.split_tokens = split.split_tokens as i32;
@@ -135,7 +133,7 @@ pub(crate) unsafe fn launch(
             _ => &kernels.choose_f32,
         };
         let choose = Launch {
-            grid: [grid_x as u32, max_nodes as u32, 1],
+            grid: [num_rows as u32, split.num_splits as u32, 1],
             block: DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS,
             shared_bytes: 0,
             overlaps_previous: false,
