@@ -34,7 +34,7 @@ GDN = f"vllm-{VERSION} fused_sigmoid_gating_delta_rule_update + causal_conv1d_up
 GDN_LAYER = f"vllm-{VERSION} causal_conv1d_update + rearrange_mixed_qkv + fused_sigmoid_gating_delta_rule_update"
 ATTENTION = f"vllm-{VERSION} unified_attention(qq_bias)"
 CHAIN_ATTENTION = f"vllm-{VERSION} unified_attention"
-FLASH_ATTENTION = f"vllm-{VERSION} FlashAttention 3, a chain"
+FLASH_ATTENTION = f"vllm-{VERSION} flash_attn_varlen_func(fa_version=3), a chain"
 FLASH_LIBRARY = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 SAMPLE = f"vllm-{VERSION} gumbel_sample"
 
