@@ -531,6 +531,8 @@ const _: () = {
 pub const DDT_CUDA_TREE_ATTENTION_MAX_TILE_ROWS: _bindgen_ty_6 = 128;
 pub const DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_256: _bindgen_ty_6 = 32;
 pub const DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128: _bindgen_ty_6 = 64;
+pub const DDT_CUDA_TREE_ATTENTION_GRANULE: _bindgen_ty_6 = 16;
+pub const DDT_CUDA_TREE_ATTENTION_MIN_WARPS: _bindgen_ty_6 = 4;
 pub const DDT_CUDA_TREE_ATTENTION_MAX_STAGES: _bindgen_ty_6 = 4;
 pub const DDT_CUDA_TREE_ATTENTION_SHARED_BYTES: _bindgen_ty_6 = 98304;
 pub const DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_ROWS: _bindgen_ty_6 = 32;
@@ -662,4 +664,274 @@ const _: () = {
     [
         "Offset of field: ddt_cuda_tree_attention::reserved",
     ][::std::mem::offset_of!(ddt_cuda_tree_attention, reserved) - 460usize];
+};
+pub const DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS: _bindgen_ty_7 = 64;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS: _bindgen_ty_7 = 16;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_BOX_COLUMNS: _bindgen_ty_7 = 64;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES: _bindgen_ty_7 = 232448;
+pub type _bindgen_ty_7 = ::std::os::raw::c_uint;
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_tensor_map {
+    pub words: [u64; 16usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_tensor_map",
+    ][::std::mem::size_of::<ddt_cuda_tensor_map>() - 128usize];
+    [
+        "Alignment of ddt_cuda_tensor_map",
+    ][::std::mem::align_of::<ddt_cuda_tensor_map>() - 64usize];
+    [
+        "Offset of field: ddt_cuda_tensor_map::words",
+    ][::std::mem::offset_of!(ddt_cuda_tensor_map, words) - 0usize];
+};
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_tree_attention_sm90 {
+    pub key_map: ddt_cuda_tensor_map,
+    pub value_map: ddt_cuda_tensor_map,
+    pub attention: ddt_cuda_tree_attention,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_tree_attention_sm90",
+    ][::std::mem::size_of::<ddt_cuda_tree_attention_sm90>() - 768usize];
+    [
+        "Alignment of ddt_cuda_tree_attention_sm90",
+    ][::std::mem::align_of::<ddt_cuda_tree_attention_sm90>() - 64usize];
+    [
+        "Offset of field: ddt_cuda_tree_attention_sm90::key_map",
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention_sm90, key_map) - 0usize];
+    [
+        "Offset of field: ddt_cuda_tree_attention_sm90::value_map",
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention_sm90, value_map) - 128usize];
+    [
+        "Offset of field: ddt_cuda_tree_attention_sm90::attention",
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention_sm90, attention) - 256usize];
+};
+pub const DDT_CUDA_TREE_BUILD_CHUNK: _bindgen_ty_8 = 4096;
+pub const DDT_CUDA_TREE_BUILD_BLOCK: _bindgen_ty_8 = 64;
+pub const DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES: _bindgen_ty_8 = 65280;
+pub const DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES: _bindgen_ty_8 = 65280;
+pub const DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES: _bindgen_ty_8 = 49152;
+pub type _bindgen_ty_8 = ::std::os::raw::c_uint;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_child_list {
+    pub length: i32,
+    pub is_cut: i32,
+    pub has_nonfinite: i32,
+    pub reserved: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_child_list",
+    ][::std::mem::size_of::<ddt_cuda_child_list>() - 16usize];
+    [
+        "Alignment of ddt_cuda_child_list",
+    ][::std::mem::align_of::<ddt_cuda_child_list>() - 4usize];
+    [
+        "Offset of field: ddt_cuda_child_list::length",
+    ][::std::mem::offset_of!(ddt_cuda_child_list, length) - 0usize];
+    [
+        "Offset of field: ddt_cuda_child_list::is_cut",
+    ][::std::mem::offset_of!(ddt_cuda_child_list, is_cut) - 4usize];
+    [
+        "Offset of field: ddt_cuda_child_list::has_nonfinite",
+    ][::std::mem::offset_of!(ddt_cuda_child_list, has_nonfinite) - 8usize];
+    [
+        "Offset of field: ddt_cuda_child_list::reserved",
+    ][::std::mem::offset_of!(ddt_cuda_child_list, reserved) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_tree_build {
+    pub logits: ddt_cuda_view,
+    pub candidate_tokens: ddt_cuda_view,
+    pub candidate_scores: ddt_cuda_view,
+    pub transition_scores: ddt_cuda_view,
+    pub vocab: i32,
+    pub num_chunks: i32,
+    pub num_blocks: i32,
+    pub num_candidates: i32,
+    pub num_rows: i32,
+    pub max_candidates: i32,
+    pub list_capacity: i32,
+    pub lists_per_row: i32,
+    pub max_stop_tokens: i32,
+    pub vector: i32,
+    pub lists_in_shared: i32,
+    pub reserved: i32,
+    pub depth_scales: *const f32,
+    pub root_tokens: *const i32,
+    pub root_positions: *const i64,
+    pub node_budgets: *const i32,
+    pub depth_caps: *const i32,
+    pub candidate_caps: *const i32,
+    pub stop_tokens: *const i32,
+    pub stop_min_depths: *const i32,
+    pub arrived: *mut u32,
+    pub chunk_max: *mut f32,
+    pub chunk_sum: *mut f32,
+    pub chunk_usable: *mut u32,
+    pub block_max: *mut f32,
+    pub lists: *mut ddt_cuda_child_list,
+    pub keys: *mut u64,
+    pub columns: *mut u16,
+    pub tree: ddt_cuda_tree,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_tree_build",
+    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 480usize];
+    [
+        "Alignment of ddt_cuda_tree_build",
+    ][::std::mem::align_of::<ddt_cuda_tree_build>() - 8usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::logits",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, logits) - 0usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::candidate_tokens",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_tokens) - 48usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::candidate_scores",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_scores) - 96usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::transition_scores",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, transition_scores) - 144usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::vocab",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, vocab) - 192usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::num_chunks",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, num_chunks) - 196usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::num_blocks",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, num_blocks) - 200usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::num_candidates",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, num_candidates) - 204usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::num_rows",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, num_rows) - 208usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::max_candidates",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, max_candidates) - 212usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::list_capacity",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, list_capacity) - 216usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::lists_per_row",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists_per_row) - 220usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::max_stop_tokens",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, max_stop_tokens) - 224usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::vector",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, vector) - 228usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::lists_in_shared",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists_in_shared) - 232usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::reserved",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, reserved) - 236usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::depth_scales",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_scales) - 240usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::root_tokens",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_tokens) - 248usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::root_positions",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_positions) - 256usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::node_budgets",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, node_budgets) - 264usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::depth_caps",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_caps) - 272usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::candidate_caps",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_caps) - 280usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::stop_tokens",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_tokens) - 288usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::stop_min_depths",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 296usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::arrived",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 304usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::chunk_max",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 312usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::chunk_sum",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 320usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::chunk_usable",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 328usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::block_max",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 336usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::lists",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 344usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::keys",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 352usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::columns",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 360usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::tree",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 368usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_tree_mask {
+    pub num_nodes: *const i32,
+    pub tokens: *const i32,
+    pub parents: *const i32,
+    pub priorities: *const i32,
+    pub root_positions: *const i64,
+    pub order: *mut i32,
+    pub tree: ddt_cuda_tree,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_tree_mask",
+    ][::std::mem::size_of::<ddt_cuda_tree_mask>() - 160usize];
+    [
+        "Alignment of ddt_cuda_tree_mask",
+    ][::std::mem::align_of::<ddt_cuda_tree_mask>() - 8usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::num_nodes",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, num_nodes) - 0usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::tokens",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, tokens) - 8usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::parents",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, parents) - 16usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::priorities",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, priorities) - 24usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::root_positions",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, root_positions) - 32usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::order",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, order) - 40usize];
+    [
+        "Offset of field: ddt_cuda_tree_mask::tree",
+    ][::std::mem::offset_of!(ddt_cuda_tree_mask, tree) - 48usize];
 };

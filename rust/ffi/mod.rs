@@ -16,11 +16,11 @@ mod gdn_verify;
 mod guard;
 pub(crate) mod ptr;
 mod status;
-mod tree;
+pub(crate) mod tree;
 mod tree_accept;
 mod tree_attention;
-mod tree_build;
-mod tree_mask;
+pub(crate) mod tree_build;
+pub(crate) mod tree_mask;
 mod types;
 mod version;
 

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::tree::Tree;
 
 /// The checked fields of a `ddt_tree`.
-pub(super) struct TreeOutput {
+pub(crate) struct TreeOutput {
     dims: TreeDims,
     num_nodes: Output<i32>,
     tokens: Option<Output<i32>>,
@@ -28,7 +28,7 @@ impl TreeOutput {
     ///
     /// # Safety
     /// Each field must be NULL or writable for its length until the call ends.
-    pub(super) unsafe fn new(tree: &ddt_tree, dims: TreeDims) -> Result<Self> {
+    pub(crate) unsafe fn new(tree: &ddt_tree, dims: TreeDims) -> Result<Self> {
         let slots = dims.num_slots();
         // SAFETY: the caller's promise, for every field.
         unsafe {
@@ -51,7 +51,7 @@ impl TreeOutput {
     }
 
     /// Writes the row of request `r`; a tree without nodes makes it a padding request.
-    pub(super) fn write(&mut self, r: usize, tree: &Tree, flags: u32) {
+    pub(crate) fn write(&mut self, r: usize, tree: &Tree, flags: u32) {
         let n = self.dims.max_nodes;
         let write_nodes = |out: &mut Option<Output<i32>>, values: &[i32], padding: i32| {
             if let Some(out) = out {

@@ -74,8 +74,20 @@ pub unsafe extern "C" fn ddt_tree_build_workspace_size(
     })
 }
 
+/// Checks what is neither a pointer nor a tensor.
+pub(crate) fn check_scalars(params: &ddt_tree_build_params) -> Result<()> {
+    ptr::no_flags(params.flags)?;
+    if !params.seeds.is_null() {
+        bail!(Unsupported, "seeds: got a pointer, want NULL (reserved)");
+    }
+    if params.max_stop_tokens < 0 {
+        bail!(InvalidShape, "max_stop_tokens: got {}, want >= 0", params.max_stop_tokens);
+    }
+    Ok(())
+}
+
 /// The scores of a batch; axis 0 is the request.
-enum BatchScores<'a> {
+pub(crate) enum BatchScores<'a> {
     Logits { logits: TensorRef<'a>, max_candidates: usize },
     Lattice { tokens: TensorRef<'a>, scores: TensorRef<'a>, transitions: Option<TensorRef<'a>> },
 }
@@ -83,7 +95,7 @@ enum BatchScores<'a> {
 impl<'a> BatchScores<'a> {
     /// # Safety
     /// The elements of the tensors must be readable.
-    unsafe fn new(params: &ddt_tree_build_params, num_reqs: usize) -> Result<Self> {
+    pub(crate) unsafe fn new(params: &ddt_tree_build_params, num_reqs: usize) -> Result<Self> {
         let has_candidates = !ptr::is_absent(&params.candidate_tokens);
         if has_candidates != ptr::is_absent(&params.logits) {
             let got = if has_candidates { "both" } else { "neither" };
@@ -118,7 +130,7 @@ impl<'a> BatchScores<'a> {
         }
     }
 
-    fn num_depths(&self) -> usize {
+    pub(crate) fn num_depths(&self) -> usize {
         match self {
             Self::Logits { logits, .. } => logits.shape()[1],
             Self::Lattice { tokens, .. } => tokens.shape()[1],
@@ -160,13 +172,7 @@ impl<'a> Inputs<'a> {
     /// # Safety
     /// What the parameters point to must be as the header says.
     unsafe fn new(params: &ddt_tree_build_params, dims: TreeDims) -> Result<Self> {
-        ptr::no_flags(params.flags)?;
-        if !params.seeds.is_null() {
-            bail!(Unsupported, "seeds: got a pointer, want NULL (reserved)");
-        }
-        if params.max_stop_tokens < 0 {
-            bail!(InvalidShape, "max_stop_tokens: got {}, want >= 0", params.max_stop_tokens);
-        }
+        check_scalars(params)?;
         let num_reqs = dims.num_reqs;
         let num_stop_tokens = params.max_stop_tokens as usize;
         // SAFETY: the caller's promise, for every pointer.

@@ -43,6 +43,19 @@ pub unsafe extern "C" fn ddt_tree_mask(
     })
 }
 
+/// Checks what is no pointer.
+pub(crate) fn check_scalars(params: &ddt_tree_mask_params, dims: TreeDims) -> Result<()> {
+    ptr::no_flags(params.flags)?;
+    for (name, got, want) in
+        [("num_reqs", params.num_reqs, dims.num_reqs), ("max_nodes", params.max_nodes, dims.max_nodes)]
+    {
+        if usize::try_from(got) != Ok(want) {
+            bail!(InvalidShape, "params.{name}: got {got}, want {want} (the tree's)");
+        }
+    }
+    Ok(())
+}
+
 /// Everything that a call reads.
 struct Inputs<'a> {
     dims: TreeDims,
@@ -57,14 +70,7 @@ impl<'a> Inputs<'a> {
     /// # Safety
     /// What the parameters point to must be as the header says.
     unsafe fn new(params: &ddt_tree_mask_params, dims: TreeDims) -> Result<Self> {
-        ptr::no_flags(params.flags)?;
-        for (name, got, want) in
-            [("num_reqs", params.num_reqs, dims.num_reqs), ("max_nodes", params.max_nodes, dims.max_nodes)]
-        {
-            if usize::try_from(got) != Ok(want) {
-                bail!(InvalidShape, "params.{name}: got {got}, want {want} (the tree's)");
-            }
-        }
+        check_scalars(params, dims)?;
         let (num_reqs, slots) = (dims.num_reqs, dims.num_slots());
         // SAFETY: the caller's promise, for every pointer.
         unsafe {

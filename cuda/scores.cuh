@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The arithmetic that rust/scores.rs specifies bit by bit. Every operation is written as an
+// intrinsic, so that the compiler fuses none of them.
+#pragma once
+
+#include <stdint.h>
+
+namespace ddt {
+
+constexpr int32_t MIN_SCORE = -INT32_MAX;
+
+__device__ __forceinline__ float bits_f32(uint32_t bits) { return __uint_as_float(bits); }
+
+// exp_spec, for t <= 0
+__device__ __forceinline__ float exp_spec(float t) {
+  const float rounder = 12582912.0f;
+  const float shifted = __fmaf_rn(t, bits_f32(0x3fb8aa3b), rounder);
+  const float k = __fsub_rn(shifted, rounder);
+  const float r = __fmaf_rn(k, -bits_f32(0xb102e308), __fmaf_rn(k, -bits_f32(0x3f317218), t));
+  float q = bits_f32(0x3ab511e8);
+  q = __fmaf_rn(q, r, bits_f32(0x3c091d10));
+  q = __fmaf_rn(q, r, bits_f32(0x3d2aac79));
+  q = __fmaf_rn(q, r, bits_f32(0x3e2aaa49));
+  q = __fmaf_rn(q, r, bits_f32(0x3efffffe));
+  const float p = __fadd_rn(__fmaf_rn(__fmul_rn(r, r), q, r), 1.0f);
+  const float power = bits_f32((__float_as_uint(shifted) << 23) + 0x3f800000u);
+  return t >= -87.0f ? __fmul_rn(p, power) : 0.0f;
+}
+
+// ln_spec, for s >= 1
+__device__ inline double ln_spec(float s) {
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(static_cast<double>(s)));
+  double k = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
+  double m = __longlong_as_double(static_cast<int64_t>((bits & ((1ull << 52) - 1)) | 0x3ff0000000000000ull));
+  if (m > 1.5) {
+    m = __dmul_rn(m, 0.5);
+    k = __dadd_rn(k, 1.0);
+  }
+  const double z = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
+  const double w = __dmul_rn(z, z);
+  double p = 1.0 / 23.0;
+  constexpr double INVERSES[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
+                                 1.0 / 9,  1.0 / 7,  1.0 / 5,  1.0 / 3,  1.0};
+#pragma unroll
+  for (double inverse : INVERSES) p = __dadd_rn(__dmul_rn(p, w), inverse);
+  return __dadd_rn(__dmul_rn(k, 0.6931471805599453), __dmul_rn(__dmul_rn(2.0, z), p));
+}
+
+__device__ __forceinline__ int32_t edge_score(float x, double ln_z) {
+  const double rounder = 6755399441055744.0;
+  double scaled = __dmul_rn(__dsub_rn(static_cast<double>(x), ln_z), 2097152.0);
+  scaled = fmin(fmax(scaled, static_cast<double>(MIN_SCORE)), 0.0);
+  return static_cast<int32_t>(__dsub_rn(__dadd_rn(scaled, rounder), rounder));
+}
+
+__device__ __forceinline__ int32_t extend_path(int32_t path, int32_t edge) {
+  return static_cast<int32_t>(max(static_cast<int64_t>(path) + edge, static_cast<int64_t>(MIN_SCORE)));
+}
+
+// Ascending keys are best first, equal scores by token id.
+__device__ __forceinline__ uint64_t candidate_key(int32_t score, uint32_t token) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(-score)) << 32 | token;
+}
+__device__ __forceinline__ int32_t key_score(uint64_t key) { return -static_cast<int32_t>(key >> 32); }
+__device__ __forceinline__ int32_t key_token(uint64_t key) { return static_cast<int32_t>(key); }
+
+// f32 as integers of the same order.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered(uint32_t key) {
+  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
+}  // namespace ddt
