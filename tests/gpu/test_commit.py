@@ -402,9 +402,10 @@ def test_states_do_not_drift(rng, decay):
             errors.append(float(error))
             assert torch.equal(layer["conv_state"][slot].double(), reference["conv_state"][slot])
         assert rows <= 32
-    early, late = max(errors[:40]), max(errors[-40:])
-    print(f"relative error {max(errors):.2e}, first rounds {early:.2e}, last rounds {late:.2e}")
-    assert errors[0] < 1e-6 and late < 2e-6 and late < 4 * early
+    # by the hundredth round as much is forgotten as is added
+    third, fourth = max(errors[200:300]), max(errors[300:])
+    print(f"relative error: first {errors[0]:.2e}, rounds 100 to 150 {third:.2e}, to 200 {fourth:.2e}")
+    assert errors[0] < 1e-6 and max(errors) < 2e-6 and fourth < 1.5 * third
 
 
 def small(rng: random.Random) -> Case:

@@ -91,11 +91,10 @@ class Problem:
             out.row_slots = abi.i64_pointer(self.row_slots)
         params.gdn_layers, params.num_gdn_layers = gdn, gdn_layers
         params.kv_layers, params.num_kv_layers = kv, kv_layers
-        params.tree = abi.tree_struct(self.tree)
+        params.tree = tree = abi.tree_struct(self.tree)
         params.query_start = abi.i32_pointer(self.query_start)
         params.num_accepted = abi.i32_pointer(self.num_accepted)
         params.accepted_nodes = abi.i32_pointer(self.accepted)
-        tree = params.tree
 
         def run(keep=(self, gdn, kv, tree)) -> None:
             lib.check(lib.lib.ddt_commit(ctx, params, lib.stream(torch.device("cuda"))))
