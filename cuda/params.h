@@ -9,6 +9,7 @@
 #include "params/gdn_verify.h"
 #include "params/tree_accept.h"
 #include "params/tree_attention.h"
+#include "params/tree_attention_sm90.h"
 #include "params/tree_build.h"
 #include "params/tree_mask.h"
 
