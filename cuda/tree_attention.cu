@@ -70,98 +70,128 @@ struct Tiles {
   }
 };
 
-// Brings the K and V tiles of a piece to shared memory, one tile per call of `load`.
+// Brings the K and V tiles of a piece to shared memory, one tile per call of `load`. Blocks hold a
+// multiple of GRANULE tokens, so that all threads look up the same few places.
 template <typename T, int DIM>
 class Loader {
   using Tile = Tiles<DIM>;
+  static constexpr int GRANULE = DDT_CUDA_TREE_ATTENTION_GRANULE;
+  static constexpr int GRANULES = Tile::TOKENS / GRANULE;
+  static constexpr int CHUNKS = GRANULE * Tile::CHUNKS;
+  static constexpr int STEPS = CHUNKS / (32 * DDT_CUDA_TREE_ATTENTION_MIN_WARPS);
 
  public:
   __device__ Loader(const Params &p, const Piece &piece, char *ring, uint32_t (*valid)[Tile::WORDS])
       : p_(p),
         ring_(ring),
         valid_(valid),
-        keys_(static_cast<const T *>(p.key_cache.data) + piece.kv_head * p.key_cache.strides[1]),
-        values_(static_cast<const T *>(p.value_cache.data) + piece.kv_head * p.value_cache.strides[1]),
         request_(piece.request_index),
-        num_tokens_(visible_tokens(p, piece)),
-        token_(piece.first_tile * Tile::TOKENS),
-        left_(2 * (piece.last_tile - piece.first_tile)) {
-    prefetch_blocks();
+        kv_head_(piece.kv_head),
+        left_(2 * (piece.last_tile - piece.first_tile)),
+        tokens_left_(visible_tokens(p, piece) - piece.first_tile * Tile::TOKENS) {
+    const int token = piece.first_tile * Tile::TOKENS;
+    index_ = token / p.block_size;
+    cursor_ = token - index_ * p.block_size;
+    look_up(tokens_left_);
   }
 
   // Starts the next tile on its way to stage `stage`; always commits a group.
   __device__ void load(int stage) {
     if (left_ > 0) {
-      const bool is_key = left_ % 2 == 0;
-      if (is_key) {
-#pragma unroll
-        for (int w = 0; w < Tile::WORDS; w++) {
-          block_[w] = next_block_[w];
-          offset_[w] = next_offset_[w];
-          const uint32_t valid = __ballot_sync(FULL_WARP, block_[w] >= 0);
-          if (threadIdx.x == 0) valid_[stage][w] = valid;
-        }
-        token_ += Tile::TOKENS;
-        if (left_ > 2) prefetch_blocks();
+      if (left_ % 2 == 0) {
+        next_tile(stage);
+        copy(stage, p_.key_cache);
+      } else {
+        copy(stage, p_.value_cache);
       }
-      copy(stage, is_key ? keys_ : values_, is_key ? p_.key_cache : p_.value_cache);
       left_--;
     }
     copy_async_commit();
   }
 
  private:
-  // Lane b looks up where tokens token_ + b and token_ + 32 + b are, a tile before they are needed.
-  __device__ void prefetch_blocks() {
+  // Asks for the blocks of a tile, which arrive while another tile is loaded.
+  __device__ void look_up(int tokens) {
+    const int32_t *table = static_cast<const int32_t *>(p_.block_table.data) + request_ * p_.block_table.strides[0];
 #pragma unroll
-    for (int w = 0; w < Tile::WORDS; w++) {
-      const int token = token_ + 32 * w + static_cast<int>(threadIdx.x % 32);
-      const CachePlace place = find_token(p_, request_, token, num_tokens_);
-      next_block_[w] = place.block;
-      next_offset_[w] = place.offset;
+    for (int g = 0; g < GRANULES; g++) {
+      next_offset_[g] = cursor_;
+      next_block_[g] = g * GRANULE < tokens ? table[index_ * p_.block_table.strides[1]] : -1;
+      cursor_ += GRANULE;
+      if (cursor_ == p_.block_size) {
+        cursor_ = 0;
+        index_++;
+      }
     }
   }
 
-  __device__ void copy(int stage, const T *cache, const ddt_cuda_view &view) {
+  __device__ void next_tile(int stage) {
+    uint32_t valid[Tile::WORDS] = {};
+#pragma unroll
+    for (int g = 0; g < GRANULES; g++) {
+      block_[g] = next_block_[g] < p_.num_blocks ? next_block_[g] : -1;
+      offset_[g] = next_offset_[g];
+      const int count = block_[g] < 0 ? 0 : min(max(tokens_left_ - g * GRANULE, 0), GRANULE);
+      valid[g / 2] |= ((1u << count) - 1) << (g % 2 * GRANULE);
+    }
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int w = 0; w < Tile::WORDS; w++) valid_[stage][w] = valid[w];
+    }
+    tokens_left_ -= Tile::TOKENS;
+    look_up(left_ > 2 ? tokens_left_ : 0);
+  }
+
+  __device__ void copy(int stage, const ddt_cuda_view &cache) {
     char *tile = ring_ + stage * Tile::BYTES;
-    const int64_t block_stride = view.strides[0], token_stride = view.strides[2];
-#pragma unroll 4
-    for (int i = threadIdx.x; i < Tile::TOKENS * Tile::CHUNKS; i += blockDim.x) {
-      const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-      // all rows of a warp are in the same 32 tokens
-      const bool low = row < 32;
-      const int block = __shfl_sync(FULL_WARP, low ? block_[0] : block_[Tile::WORDS - 1], row % 32);
-      const int offset = __shfl_sync(FULL_WARP, low ? offset_[0] : offset_[Tile::WORDS - 1], row % 32);
-      const T *source = cache + max(block, 0) * block_stride + offset * token_stride + chunk * 8;
-      copy_async_16(Tile::chunk(tile, row, chunk), source, block >= 0);
+    const int64_t token_stride = cache.strides[2];
+    const int first_row = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    const int rows = blockDim.x / Tile::CHUNKS;  // per step
+    const T *head = static_cast<const T *>(cache.data) + kv_head_ * cache.strides[1] + chunk * 8;
+#pragma unroll
+    for (int g = 0; g < GRANULES; g++) {
+      // tokens_left_ is that of the next tile
+      const int count = block_[g] < 0 ? 0 : tokens_left_ + Tile::TOKENS - g * GRANULE;
+      const T *source = head + max(block_[g], 0) * cache.strides[0] + (offset_[g] + first_row) * token_stride;
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        const int row = first_row + step * rows;
+        if (row < GRANULE) copy_async_16(Tile::chunk(tile, g * GRANULE + row, chunk), source, row < count);
+        source += rows * token_stride;
+      }
     }
   }
 
   const Params &p_;
   char *ring_;
   uint32_t (*valid_)[Tile::WORDS];
-  const T *keys_;
-  const T *values_;
-  int request_;
-  int num_tokens_;
-  int token_;  // first of the next K tile
-  int left_;   // K and V tiles that are still to be loaded
-  int block_[Tile::WORDS], offset_[Tile::WORDS];
-  int next_block_[Tile::WORDS], next_offset_[Tile::WORDS];
+  int request_, kv_head_;
+  int left_;            // K and V tiles that are still to be loaded
+  int tokens_left_;     // from the next K tile on
+  int index_, cursor_;  // block of the table and place in it of the next granule to look up
+  int block_[GRANULES], offset_[GRANULES];
+  int next_block_[GRANULES], next_offset_[GRANULES];
 };
 
+// Each warp loads the lines that it works on.
 template <typename T, int DIM>
 __device__ void load_queries(const Params &p, const Piece &piece, char *queries) {
   using Tile = Tiles<DIM>;
-  const T *query = static_cast<const T *>(p.query.data);
-  for (int i = threadIdx.x; i < p.tile_rows * Tile::CHUNKS; i += blockDim.x) {
-    const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-    const int line = piece.first_line + row;
-    const bool valid = line < piece.request.num_lines;
-    const int q = valid ? line / p.group : 0;
-    const int head = piece.kv_head * p.group + (valid ? line - q * p.group : 0);
-    const T *source = query + (piece.request.first_row + q) * p.query.strides[0] + head * p.query.strides[1];
-    copy_async_16(Tile::chunk(queries, row, chunk), source + chunk * 8, valid);
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
+  if (first >= p.tile_rows) return;
+  // lane l finds line l
+  const int line = piece.first_line + first + lane % 16, row = line / p.group;
+  const int64_t head = piece.kv_head * p.group + line - row * p.group;
+  int64_t offset = -1;
+  if (line < piece.request.num_lines) {
+    offset = (piece.request.first_row + row) * p.query.strides[0] + head * p.query.strides[1];
+  }
+#pragma unroll
+  for (int i = 0; i < 16 * Tile::CHUNKS; i += 32) {
+    const int tile_line = (i + lane) / Tile::CHUNKS, chunk = (i + lane) % Tile::CHUNKS;
+    const int64_t start = __shfl_sync(FULL_WARP, offset, tile_line);
+    const T *source = static_cast<const T *>(p.query.data) + max(start, int64_t(0)) + chunk * 8;
+    copy_async_16(Tile::chunk(queries, first + tile_line, chunk), source, start >= 0);
   }
 }
 
@@ -186,8 +216,9 @@ struct Lines {
   }
 
   // Scores of a K tile, and with them the weights of its V tile.
-  template <typename Mask>
-  __device__ void attend_keys(const Params &p, char *queries, char *keys, bool masked, Mask mask) {
+  // `meanwhile` runs while the tensor cores are busy.
+  template <typename Mask, typename Meanwhile>
+  __device__ void attend_keys(const Params &p, char *queries, char *keys, bool masked, Mask mask, Meanwhile meanwhile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[Tile::TOKENS / 8][4] = {};
     // rows of both tiles: their number % 8 is that of the lane
@@ -197,6 +228,7 @@ struct Lines {
     const int query_chunk = lane / 16, key_chunk = lane / 8 % 2, flip = lane % 8;
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
+      if (k == 2) meanwhile();
       uint32_t a[4];
       load_matrix_x4(a, query + (k / 4 * 8 + ((k % 4 * 2 + query_chunk) ^ flip)) * 16);
 #pragma unroll
@@ -240,7 +272,8 @@ struct Lines {
   }
 
   // Adds the weighted values of a V tile.
-  __device__ void attend_values(char *values) {
+  template <typename Meanwhile>
+  __device__ void attend_values(char *values, Meanwhile meanwhile) {
     const int lane = threadIdx.x % 32;
     const char *value = values + lane % 16 * Tile::ROW_BYTES;
     const int value_chunk = lane / 16, flip = lane % 8;
@@ -248,6 +281,7 @@ struct Lines {
     for (int k = 0; k < Tile::TOKENS / 16; k++) {
 #pragma unroll
       for (int n = 0; n < DIM / 16; n++) {
+        if (k == 0 && n == 2) meanwhile();
         uint32_t b[4];
         load_matrix_x4_transposed(
             b, value + k * 16 * Tile::ROW_BYTES + (n / 4 * 8 + ((n % 4 * 2 + value_chunk) ^ flip)) * 16);
@@ -430,8 +464,8 @@ __device__ void attend(const Params &p) {
     const auto advance = [&] {
       wait_for_stage<DDT_CUDA_TREE_ATTENTION_MAX_STAGES - 2>(p.stages);
       __syncthreads();
-      loader.load(stage == 0 ? p.stages - 1 : stage - 1);
     };
+    const auto load = [&] { loader.load(stage == 0 ? p.stages - 1 : stage - 1); };
     const auto leave = [&] { stage = stage + 1 == p.stages ? 0 : stage + 1; };
 
     for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
@@ -447,17 +481,24 @@ __device__ void attend(const Params &p) {
       }
       if (threadIdx.x < Tile::WORDS) nonfinite[threadIdx.x] = 0;
       if (has_lines) {
-        lines.attend_keys(p, queries, ring + stage * Tile::BYTES, masked, [&](int half, int w) {
+        const auto mask = [&](int half, int w) {
           const Line line(p, piece.request, piece.request_index, first_line + half * 8);
           return line.mask(piece.request, token + 32 * w) & present[w];
-        });
+        };
+        lines.attend_keys(p, queries, ring + stage * Tile::BYTES, masked, mask, load);
+      } else {
+        load();
       }
       leave();
 
       advance();
       char *values = ring + stage * Tile::BYTES;
       if (beyond) keep_out_nonfinite<T, DIM>(p, piece, token, values, nonfinite, has_lines, lines);
-      if (has_lines) lines.attend_values(values);
+      if (has_lines) {
+        lines.attend_values(values, load);
+      } else {
+        load();
+      }
       leave();
     }
     // the next piece's queries and tiles overwrite this one's
@@ -603,57 +644,75 @@ __device__ int request_of_row(const Params &p, int row) {
   return -1;
 }
 
-// A CTA per row and up to COMBINE_THREADS groups of 4 columns of its heads.
+// A CTA combines some heads of a row, one after the other. A thread adds up 4 columns of every
+// `parts`-th piece; what the threads of a column have is added up in shared memory.
 __device__ void combine(const Params &p) {
+  __shared__ float4 sums[DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS];
+  __shared__ float totals[DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS];
   const int row = blockIdx.x;
   const int r = request_of_row(p, row);
-  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
-  const int head = column / p.head_dim, element = column % p.head_dim;
-  if (r < 0 || head >= p.num_heads) return;
+  if (r < 0) return;
   const Request request = load_request(p, r);
   if (request.num_lines == 0) return;
   const int q = row - request.first_row;
-  const int64_t offset = row * p.out.strides[0] + head * p.out.strides[1] + element * p.out.strides[2];
-  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (q * p.group < request.num_lines) {
-    const int kv_head = head / p.group, line = q * p.group + head % p.group;
-    const int tiles = kv_tiles(p, request);
-    const Schedule schedule(p, p.schedule[p.tree.num_reqs]);
-    const int64_t first =
-        p.schedule[r] + (int64_t(kv_head) * row_tiles(p, request) + line / p.tile_rows) * tiles;
-    const int first_cta = schedule.cta_of(first), last_cta = schedule.cta_of(first + tiles - 1);
-    if (first_cta == last_cta) return;  // written by the attend kernel
-    // the first piece starts its unit, the others do not
-    const auto place = [&](int cta) {
-      return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + line % p.tile_rows;
-    };
-    const float2 *stats = reinterpret_cast<const float2 *>(p.partial_stats);
-    float top = -INFINITY;
+  const bool idle = q * p.group >= request.num_lines;
+  const Schedule schedule = {p.schedule[p.tree.num_reqs], static_cast<int>(p.schedule[p.tree.num_reqs + 1])};
+  const int64_t first_item = p.schedule[r];
+  const int tiles = kv_tiles(p, request), per_head = row_tiles(p, request);
+  const float2 *stats = reinterpret_cast<const float2 *>(p.partial_stats);
+  const int columns = p.head_dim / 4, parts = blockDim.x / columns;
+  const int part = threadIdx.x / columns, column = threadIdx.x % columns * 4;
+
+  for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float total = 0.0f;
+    if (!idle) {
+      const int kv_head = head / p.group, line = q * p.group + head - kv_head * p.group;
+      const int tile = line / p.tile_rows, tile_line = line - tile * p.tile_rows;
+      const int64_t first = first_item + (int64_t(kv_head) * per_head + tile) * tiles;
+      const int first_cta = schedule.cta_of(first), last_cta = schedule.cta_of(first + tiles - 1);
+      if (first_cta == last_cta) continue;  // written by the attend kernel
+      // the first piece starts its unit, the others do not
+      const auto place = [&](int cta) {
+        return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + tile_line;
+      };
+      float top = -INFINITY;
+      for (int cta = first_cta + threadIdx.x % 32; cta <= last_cta; cta += 32) top = fmaxf(top, stats[place(cta)].x);
+      top = warp_max(top);
 #pragma unroll 4
-    for (int cta = first_cta; cta <= last_cta; cta++) top = fmaxf(top, stats[place(cta)].x);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int cta = first_cta; cta <= last_cta; cta++) {
-      const float2 stat = stats[place(cta)];
-      const float4 x = *reinterpret_cast<const float4 *>(p.partial_out + place(cta) * p.head_dim + element);
-      if (stat.y == 0.0f) continue;
-      const float weight = exp2f(stat.x - top);
-      sum += weight * stat.y;
-      out.x += weight * x.x;
-      out.y += weight * x.y;
-      out.z += weight * x.z;
-      out.w += weight * x.w;
+      for (int cta = first_cta + part; cta <= last_cta; cta += parts) {
+        const float2 stat = stats[place(cta)];
+        const float4 x = *reinterpret_cast<const float4 *>(p.partial_out + place(cta) * p.head_dim + column);
+        if (stat.y == 0.0f) continue;
+        const float weight = exp2f(stat.x - top);
+        total += weight * stat.y;
+        sum.x += weight * x.x;
+        sum.y += weight * x.y;
+        sum.z += weight * x.z;
+        sum.w += weight * x.w;
+      }
+      __syncthreads();  // the head before has been read
+      sums[threadIdx.x] = sum;
+      totals[threadIdx.x] = total;
+      __syncthreads();
+      if (part == 0) {
+        for (int i = threadIdx.x + columns; i < blockDim.x; i += columns) {
+          total += totals[i];
+          sum.x += sums[i].x;
+          sum.y += sums[i].y;
+          sum.z += sums[i].z;
+          sum.w += sums[i].w;
+        }
+      }
     }
-    const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-    out.x *= scale;
-    out.y *= scale;
-    out.z *= scale;
-    out.w *= scale;
+    if (part > 0) continue;
+    const float scale = total == 0.0f ? 0.0f : 1.0f / total;
+    const int64_t offset = row * p.out.strides[0] + head * p.out.strides[1] + column * p.out.strides[2];
+    store_f32(p.out, offset, sum.x * scale);
+    store_f32(p.out, offset + p.out.strides[2], sum.y * scale);
+    store_f32(p.out, offset + 2 * p.out.strides[2], sum.z * scale);
+    store_f32(p.out, offset + 3 * p.out.strides[2], sum.w * scale);
   }
-  store_f32(p.out, offset, out.x);
-  store_f32(p.out, offset + p.out.strides[2], out.y);
-  store_f32(p.out, offset + 2 * p.out.strides[2], out.z);
-  store_f32(p.out, offset + 3 * p.out.strides[2], out.w);
 }
 
 }  // namespace
@@ -681,7 +740,7 @@ DDT_ATTEND_ANY(64)
 DDT_ATTEND_ANY(128)
 DDT_ATTEND_ANY(256)
 
-extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 6)
+extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 4)
     ddt_tree_attention_combine(const __grid_constant__ ddt_cuda_tree_attention p) {
   ddt::wait_for_previous_kernel();
   ddt::tree_attention::combine(p);

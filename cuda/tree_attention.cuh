@@ -56,63 +56,14 @@ __device__ __forceinline__ int kv_tiles(const Params &p, const Request &request)
   return max((request.num_tokens + p.tile_tokens - 1) / p.tile_tokens, 1);
 }
 
-__device__ __forceinline__ int64_t num_items(const Params &p, const Request &request) {
-  return int64_t(p.num_kv_heads) * row_tiles(p, request) * kv_tiles(p, request);
-}
-
 // Which CTA has which work items.
 struct Schedule {
   int64_t num_items;
   int num_ctas;  // that have work
 
-  __device__ Schedule(const Params &p, int64_t num_items) : num_items(num_items) {
-    const int64_t worth = num_items / p.min_tiles;
-    num_ctas = static_cast<int>(max(min(int64_t(p.num_ctas), worth), int64_t(1)));
-  }
   __device__ int64_t begin(int cta) const { return cta * num_items / num_ctas; }
   __device__ int cta_of(int64_t item) const { return static_cast<int>(((item + 1) * num_ctas - 1) / num_items); }
 };
-
-// The sum of the items of all requests. Called by whole warps.
-__device__ inline int64_t count_items(const Params &p) {
-  int64_t sum = 0;
-  for (int r = threadIdx.x % 32; r < p.tree.num_reqs; r += 32) sum += num_items(p, load_request(p, r));
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-  return sum;
-}
-
-// Calls `visit(r, first item of r, items of r)` in each lane for a request of its own, until `item`
-// has been passed; returns the request of `item` and its first item. Called by whole warps.
-struct Place {
-  int request;
-  int64_t first_item;
-};
-
-template <typename Visit>
-__device__ inline Place find_item(const Params &p, int64_t item, Visit visit) {
-  const int lane = threadIdx.x % 32;
-  int64_t passed = 0;
-  for (int base = 0; base < p.tree.num_reqs; base += 32) {
-    const int r = base + lane;
-    const int64_t items = r < p.tree.num_reqs ? num_items(p, load_request(p, r)) : 0;
-    int64_t end = items;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t before = __shfl_up_sync(FULL_WARP, end, step);
-      if (lane >= step) end += before;
-    }
-    end += passed;
-    if (r < p.tree.num_reqs) visit(r, end - items);
-    const unsigned beyond = __ballot_sync(FULL_WARP, end > item);
-    if (beyond != 0) {
-      const int owner = __ffs(beyond) - 1;
-      return {base + owner, __shfl_sync(FULL_WARP, end - items, owner)};
-    }
-    passed = __shfl_sync(FULL_WARP, end, 31);
-  }
-  return {p.tree.num_reqs, passed};
-}
 
 // One piece of a CTA's span: KV tiles [first_tile, last_tile) of a unit.
 struct Piece {
@@ -130,49 +81,104 @@ struct Piece {
 class Pieces {
  public:
   __device__ explicit Pieces(const Params &p) : p_(p) {
-    const int64_t total = count_items(p);
-    const Schedule schedule(p, total);
-    const int cta = blockIdx.x;
-    if (cta == 0 && threadIdx.x < 32) {
-      find_item(p, total, [&](int r, int64_t first) { p.schedule[r] = first; });
-      if (threadIdx.x == 0) p.schedule[p.tree.num_reqs] = total;
+    const int lane = threadIdx.x % 32, num_reqs = p.tree.num_reqs;
+    // lanes take a request each, 32 at a time; mostly there are no more
+    Work mine(p, lane);
+    int64_t items = mine.items;
+    int units = mine.units;
+    for (int r = lane + 32; r < num_reqs; r += 32) {
+      const Work other(p, r);
+      items += other.items;
+      units += other.units;
     }
-    next_ = cta < schedule.num_ctas ? schedule.begin(cta) : 0;
-    end_ = cta < schedule.num_ctas ? schedule.begin(cta + 1) : 0;
-    if (next_ < end_) {
-      const Place place = find_item(p, next_, [](int, int64_t) {});
-      index_ = place.request;
-      first_item_ = place.first_item;
-      request_ = load_request(p, index_);
+    units = __reduce_add_sync(FULL_WARP, units);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) items += __shfl_xor_sync(FULL_WARP, items, step);
+    const Schedule schedule = {items, worthwhile_ctas(items, units)};
+    const int cta = blockIdx.x;
+    const bool writes = cta == 0 && threadIdx.x < 32;
+    int64_t begin = 0;
+    if (cta < schedule.num_ctas) {
+      begin = schedule.begin(cta);
+      left_ = schedule.begin(cta + 1) - begin;
+    }
+    if (writes && lane == 0) {
+      p.schedule[num_reqs] = items;
+      p.schedule[num_reqs + 1] = schedule.num_ctas;
+    }
+    int64_t passed = 0;
+    bool found = false;
+    for (int base = 0; base < num_reqs && (!found || writes); base += 32) {
+      if (base > 0) mine = Work(p, base + lane);
+      int64_t end = mine.items;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int64_t before = __shfl_up_sync(FULL_WARP, end, step);
+        if (lane >= step) end += before;
+      }
+      end += passed;
+      if (writes && base + lane < num_reqs) p.schedule[base + lane] = end - mine.items;
+      const unsigned beyond = __ballot_sync(FULL_WARP, end > begin);
+      if (beyond != 0 && !found) {
+        const int owner = __ffs(beyond) - 1;
+        request_ = base + owner;
+        item_ = begin - __shfl_sync(FULL_WARP, end - mine.items, owner);
+        found = true;
+      }
+      passed = __shfl_sync(FULL_WARP, end, 31);
     }
   }
 
   __device__ bool next(Piece &piece) {
-    if (next_ >= end_) return false;
-    while (next_ - first_item_ >= num_items(p_, request_)) {  // true for padding requests, too
-      first_item_ += num_items(p_, request_);
-      request_ = load_request(p_, ++index_);
+    if (left_ <= 0) return false;
+    // looked up again, since registers are scarce while a piece is worked on
+    Work work(p_, request_);
+    while (item_ >= work.items) {  // true for padding requests, too
+      item_ -= work.items;
+      work = Work(p_, ++request_);
     }
-    const int tiles = kv_tiles(p_, request_), per_head = row_tiles(p_, request_);
-    const int64_t unit = (next_ - first_item_) / tiles;
-    piece.request = request_;
-    piece.request_index = index_;
-    piece.kv_head = static_cast<int>(unit / per_head);
-    piece.first_line = static_cast<int>(unit % per_head) * p_.tile_rows;
-    piece.first_tile = static_cast<int>(next_ - first_item_ - unit * tiles);
-    piece.last_tile = static_cast<int>(min(int64_t(tiles), piece.first_tile + (end_ - next_)));
+    const int tiles = work.kv_tiles, unit = static_cast<int>(item_ / tiles);
+    piece.request = work.request;
+    piece.request_index = request_;
+    piece.kv_head = unit / work.row_tiles;
+    piece.first_line = (unit - piece.kv_head * work.row_tiles) * p_.tile_rows;
+    piece.first_tile = static_cast<int>(item_ - int64_t(unit) * tiles);
+    piece.last_tile = static_cast<int>(min(int64_t(tiles), piece.first_tile + left_));
     piece.whole = piece.last_tile - piece.first_tile == tiles;
     piece.slot = 2 * blockIdx.x + (piece.first_tile == 0);
-    next_ += piece.last_tile - piece.first_tile;
+    item_ += piece.last_tile - piece.first_tile;
+    left_ -= piece.last_tile - piece.first_tile;
     return true;
   }
 
  private:
+  struct Work {
+    Request request;
+    int row_tiles, kv_tiles, units;
+    int64_t items;
+
+    __device__ Work(const Params &p, int r) : request{}, row_tiles(0), kv_tiles(1), units(0), items(0) {
+      if (r >= p.tree.num_reqs) return;
+      request = load_request(p, r);
+      row_tiles = tree_attention::row_tiles(p, request);
+      kv_tiles = tree_attention::kv_tiles(p, request);
+      units = p.num_kv_heads * row_tiles;
+      items = int64_t(units) * kv_tiles;
+    }
+  };
+
+  // At least min_tiles items for each, and as many for each unit if that costs few CTAs: then no
+  // CTA has to start twice.
+  __device__ int worthwhile_ctas(int64_t items, int units) const {
+    const int ctas = static_cast<int>(max(min(int64_t(p_.num_ctas), items / p_.min_tiles), int64_t(1)));
+    const int even = units == 0 ? 0 : ctas - ctas % units;
+    return 16 * (ctas - even) <= ctas ? even : ctas;
+  }
+
   const Params &p_;
-  int64_t next_, end_;
-  int index_ = 0;
-  int64_t first_item_ = 0;
-  Request request_ = {};
+  int64_t left_ = 0;  // items that are still to be done
+  int request_ = 0;   // that the next one belongs to
+  int64_t item_ = 0;  // its number in that request
 };
 
 // What one line sees: the tokens below `limit`, and the ancestors of `node` from the root's token on.

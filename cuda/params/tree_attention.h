@@ -12,6 +12,10 @@ enum {
   // Tokens of a KV tile of the mma.sync kernels, head dim 256 and less.
   DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_256 = 32,
   DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128 = 64,
+  // What a block size has to be a multiple of for the mma.sync kernels
+  DDT_CUDA_TREE_ATTENTION_GRANULE = 16,
+  // Fewest warps of their CTAs, which load more than they compute then
+  DDT_CUDA_TREE_ATTENTION_MIN_WARPS = 4,
   // Most KV tiles in shared memory at a time, K and V counted separately.
   DDT_CUDA_TREE_ATTENTION_MAX_STAGES = 4,
   // Query tile and KV tiles: 128 lines of 256 bf16 and two tiles of 32 tokens.
@@ -44,7 +48,8 @@ struct ddt_cuda_tree_attention {
   // num_nodes, ancestor_bits
   struct ddt_cuda_tree tree;
 
-  // Workspace, see tree_attention.cuh: [R + 1] first work item of each request, then their number
+  // Workspace, see tree_attention.cuh: [R + 2] first work item of each request, then the numbers of
+  // items and of CTAs that have any
   int64_t *schedule;
   // [C][2][tile_rows][2] maximum (base 2) and sum of each line of a partial result
   float *partial_stats;

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Launches the kernels of `cuda/tree_attention.cu`.
+//! Launches the kernels of `cuda/tree_attention.cu`, and of `cuda/tree_attention_sm90.cu` where they can be used.
+
+mod sm90;
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -7,8 +9,10 @@ use std::ptr::null_mut;
 use super::params::{
     DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, DDT_CUDA_TREE_ATTENTION_GENERIC_SHARED_BYTES,
     DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_ROWS, DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_TOKENS,
-    DDT_CUDA_TREE_ATTENTION_MAX_STAGES, DDT_CUDA_TREE_ATTENTION_MAX_TILE_ROWS,
-    DDT_CUDA_TREE_ATTENTION_SHARED_BYTES, DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128,
+    DDT_CUDA_TREE_ATTENTION_GRANULE, DDT_CUDA_TREE_ATTENTION_MAX_STAGES,
+    DDT_CUDA_TREE_ATTENTION_MAX_TILE_ROWS, DDT_CUDA_TREE_ATTENTION_MIN_WARPS,
+    DDT_CUDA_TREE_ATTENTION_SHARED_BYTES, DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES,
+    DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS, DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128,
     DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_256, ddt_cuda_tree_attention,
 };
 use super::{Device, Kernel, Launch, Loader, View, tree_params};
@@ -21,8 +25,9 @@ use crate::tree_attention::{Dims, Tensors};
 /// Fewest KV tiles that are worth a CTA: what another CTA saves in time, the combine kernel pays
 /// for its partial result.
 const MIN_TILES: u32 = 4;
-/// The mma.sync kernels have one warp per 16 lines, and at least this many to load tiles.
-const MIN_WARPS: u32 = 4;
+/// About as many CTAs of the combine kernel as run at a time; with more rows than these, a CTA takes
+/// several heads of a row.
+const COMBINE_CTAS: u32 = 2048;
 /// Threads of the kernels for every dtype and stride.
 const GENERIC_THREADS: u32 = 256;
 
@@ -34,10 +39,11 @@ pub(crate) struct Kernels {
     /// Head dims 32, 64, 128, 256.
     generic: [Kernel; 4],
     combine: Kernel,
+    sm90: Option<sm90::Kernels>,
 }
 
 impl Kernels {
-    pub(super) fn load(loader: &Loader<'_>, _sm90: Option<&Loader<'_>>) -> Result<Self> {
+    pub(super) fn load(loader: &Loader<'_>, sm90: Option<&Loader<'_>>) -> Result<Self> {
         let fast = |name| loader.kernel(name, DDT_CUDA_TREE_ATTENTION_SHARED_BYTES);
         let generic = |name| loader.kernel(name, DDT_CUDA_TREE_ATTENTION_GENERIC_SHARED_BYTES);
         Ok(Self {
@@ -58,6 +64,7 @@ impl Kernels {
                 generic("ddt_tree_attention_attend_any_256")?,
             ],
             combine: loader.kernel("ddt_tree_attention_combine", 0)?,
+            sm90: sm90.map(sm90::Kernels::load).transpose()?,
         })
     }
 }
@@ -65,6 +72,7 @@ impl Kernels {
 /// A checked call: which kernel, how it is launched, and its parameters without the workspace.
 struct Plan<'a> {
     attend: &'a Kernel,
+    is_sm90: bool,
     launch: Launch,
     params: ddt_cuda_tree_attention,
 }
@@ -72,8 +80,10 @@ struct Plan<'a> {
 /// How an attend kernel cuts the work, and what a CTA of it takes.
 struct Tiling<'a> {
     kernel: &'a Kernel,
+    is_sm90: bool,
     tile_rows: u32,
     tile_tokens: u32,
+    min_tiles: u32,
     stages: u32,
     threads: u32,
     shared_bytes: u32,
@@ -90,13 +100,18 @@ impl<'a> Tiling<'a> {
             _ => None,
         };
         if let (Some(fast), Some(i), true) = (fast, by_dim(&[64, 128, 256]), is_aligned(tensors)) {
+            if let Some(kernel) = kernels.sm90.as_ref().and_then(|sm90| sm90.find(tensors, dims)) {
+                return Self::wgmma(kernel, dims, most_rows);
+            }
             return Self::mma(device, &fast[i], dims, most_rows);
         }
         let i = by_dim(&[32, 64, 128, 256]).unwrap_or_else(|| unreachable!("a checked head dim"));
         Self {
             kernel: &kernels.generic[i],
+            is_sm90: false,
             tile_rows: DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_ROWS,
             tile_tokens: DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_TOKENS,
+            min_tiles: MIN_TILES,
             stages: 0,
             threads: GENERIC_THREADS,
             shared_bytes: DDT_CUDA_TREE_ATTENTION_GENERIC_SHARED_BYTES,
@@ -105,10 +120,7 @@ impl<'a> Tiling<'a> {
     }
 
     fn mma(device: &Device, kernel: &'a Kernel, dims: &Dims, most_rows: usize) -> Self {
-        // as few row tiles as can hold the lines of a request, and no larger than needed
-        let lines = (most_rows * dims.group).max(1);
-        let row_tiles = lines.div_ceil(DDT_CUDA_TREE_ATTENTION_MAX_TILE_ROWS as usize);
-        let tile_rows = lines.div_ceil(row_tiles).next_multiple_of(16) as u32;
+        let tile_rows = tile_rows(dims, most_rows);
         let tile_tokens = match dims.head_dim {
             256 => DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_256,
             _ => DDT_CUDA_TREE_ATTENTION_TILE_TOKENS_128,
@@ -117,7 +129,7 @@ impl<'a> Tiling<'a> {
         let tile_bytes = tile_tokens * row_bytes;
         let left = DDT_CUDA_TREE_ATTENTION_SHARED_BYTES - tile_rows * row_bytes;
         let stages = (left / tile_bytes).min(DDT_CUDA_TREE_ATTENTION_MAX_STAGES);
-        let warps = (tile_rows / 16).max(MIN_WARPS);
+        let warps = (tile_rows / 16).max(DDT_CUDA_TREE_ATTENTION_MIN_WARPS);
         let shared_bytes = tile_rows * row_bytes + stages * tile_bytes;
         // an SM has registers for 8 such warps, and mostly about 100 or above 160 KB of shared memory
         let has_shared =
@@ -125,18 +137,41 @@ impl<'a> Tiling<'a> {
         let fits_twice = warps <= 4 && has_shared;
         Self {
             kernel,
+            is_sm90: false,
             tile_rows,
             tile_tokens,
+            min_tiles: MIN_TILES,
             stages,
             threads: warps * 32,
             shared_bytes,
             ctas_per_sm: if fits_twice { 2 } else { 1 },
         }
     }
+
+    fn wgmma(kernel: &'a Kernel, dims: &Dims, most_rows: usize) -> Self {
+        Self {
+            kernel,
+            is_sm90: true,
+            tile_rows: tile_rows(dims, most_rows),
+            tile_tokens: DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS,
+            min_tiles: sm90::MIN_TILES,
+            stages: 0,
+            threads: sm90::THREADS,
+            shared_bytes: DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES,
+            ctas_per_sm: 1,
+        }
+    }
 }
 
-/// Whether the mma.sync kernels can read and write these tensors: one dtype, and rows of
-/// neighbouring elements that start at multiples of 16 bytes.
+/// Lines of a row tile: as few row tiles as can hold the lines of a request, and no larger than needed.
+fn tile_rows(dims: &Dims, most_rows: usize) -> u32 {
+    let lines = (most_rows * dims.group).max(1);
+    let row_tiles = lines.div_ceil(DDT_CUDA_TREE_ATTENTION_MAX_TILE_ROWS as usize);
+    lines.div_ceil(row_tiles).next_multiple_of(16) as u32
+}
+
+/// Whether the tensor core kernels can read and write these tensors: one dtype, rows of neighbouring
+/// elements that start at multiples of 16 bytes, and blocks of whole granules.
 fn is_aligned(tensors: &Tensors<'_>) -> bool {
     let rows_are_aligned = |tensor: &TensorRef<'_>, bytes: usize| {
         let (&last, outer) = tensor.strides().split_last().unwrap_or_else(|| unreachable!("ndim is 3 or 4"));
@@ -145,7 +180,8 @@ fn is_aligned(tensors: &Tensors<'_>) -> bool {
             && outer.iter().all(|stride| (stride * tensor.dtype().size()).is_multiple_of(bytes))
     };
     let dtype = tensors.query.dtype();
-    tensors.key_cache.dtype() == dtype
+    tensors.key_cache.shape()[2].is_multiple_of(DDT_CUDA_TREE_ATTENTION_GRANULE as usize)
+        && tensors.key_cache.dtype() == dtype
         && tensors.value_cache.dtype() == dtype
         && rows_are_aligned(tensors.query, 16)
         && rows_are_aligned(tensors.key_cache, 16)
@@ -200,6 +236,7 @@ impl<'a> Plan<'a> {
         let log2_e = std::f32::consts::LOG2_E;
         Ok(Self {
             attend: tiling.kernel,
+            is_sm90: tiling.is_sm90,
             launch: Launch {
                 grid: [if num_reqs == 0 || dims.num_rows == 0 { 0 } else { num_ctas }, 1, 1],
                 block: tiling.threads,
@@ -230,7 +267,7 @@ impl<'a> Plan<'a> {
                 tile_rows: tiling.tile_rows as i32,
                 tile_tokens: tiling.tile_tokens as i32,
                 num_ctas: num_ctas as i32,
-                min_tiles: MIN_TILES as i32,
+                min_tiles: tiling.min_tiles as i32,
                 stages: tiling.stages as i32,
                 score_scale: if has_softcap {
                     params.softmax_scale / params.logit_softcap
@@ -247,7 +284,7 @@ impl<'a> Plan<'a> {
     fn workspace_parts(&self) -> [usize; 3] {
         let lines = 2 * self.params.num_ctas as usize * self.params.tile_rows as usize;
         let parts = [
-            (self.params.tree.num_reqs as usize + 1) * size_of::<i64>(),
+            (self.params.tree.num_reqs as usize + 2) * size_of::<i64>(),
             lines * 2 * size_of::<f32>(),
             lines * self.params.head_dim as usize * size_of::<f32>(),
         ];
@@ -281,22 +318,22 @@ pub(crate) unsafe fn launch(
     plan.params.schedule = workspace.cast();
     plan.params.partial_stats = workspace.wrapping_byte_add(schedule).cast();
     plan.params.partial_out = workspace.wrapping_byte_add(schedule + stats).cast();
-    let dims = &plan.params;
-    let groups = (dims.num_heads * dims.head_dim / 4) as u32;
+    let rows = if plan.launch.grid[0] == 0 { 0 } else { plan.params.num_rows as u32 };
+    let ctas_per_row = COMBINE_CTAS.div_ceil(rows.max(1)).min(plan.params.num_heads as u32);
     let combine = Launch {
-        grid: [
-            if plan.launch.grid[0] == 0 { 0 } else { dims.num_rows as u32 },
-            groups.div_ceil(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS),
-            1,
-        ],
+        grid: [rows, ctas_per_row, 1],
         block: DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS,
         shared_bytes: 0,
         overlaps_previous: true,
     };
     let kernels = &device.kernels().tree_attention;
-    // SAFETY: the kernels take this struct; the pointers are the caller's promise.
+    let sm90_params = plan.is_sm90.then(|| sm90::params(plan.params)).transpose()?;
+    // SAFETY: the kernels take these structs; the pointers are the caller's promise.
     unsafe {
-        device.launch(plan.attend, &plan.launch, &plan.params, stream)?;
+        match &sm90_params {
+            Some(params) => device.launch(plan.attend, &plan.launch, params, stream)?,
+            None => device.launch(plan.attend, &plan.launch, &plan.params, stream)?,
+        }
         device.launch(&kernels.combine, &combine, &plan.params, stream)
     }
 }
