@@ -8,36 +8,89 @@ use crate::dtype::DType;
 use crate::error::{Result, bail};
 use crate::ffi::{ddt_gdn_verify_params, gdn_verify_tensors, ptr};
 use crate::gdn::GDN_HEAD_DIM;
-use crate::gdn_verify::Checked;
+use crate::gdn_verify::{Checked, GdnVerify};
 use crate::tensor::TensorRef;
 
-/// Rows from which on a block has more warps.
+/// Larger trees get more warps per block.
 const SMALL_NODES: usize = 32;
+/// States of more bytes are not brought into L2 ahead of time: other data would have to leave.
+const MAX_PREFETCH_BYTES: usize = 24 << 20;
+/// What each array of the workspace starts at a multiple of.
+const ALIGNMENT: usize = 256;
 
-/// The kernels of this operation: one per dtype of `mixed_qkv`, and of the one that serving uses
-/// a second with fewer warps for small trees.
+/// The kernels of this operation by dtype of `mixed_qkv`; for small trees of the one that serving
+/// uses a variant with fewer warps.
 pub(crate) struct Kernels {
-    f32: Kernel,
-    f16: Kernel,
-    bf16: Kernel,
-    bf16_small: Kernel,
+    prepare_f32: Kernel,
+    prepare_f16: Kernel,
+    prepare_bf16: Kernel,
+    solve_f32: Kernel,
+    solve_f16: Kernel,
+    solve_bf16: Kernel,
+    solve_bf16_small: Kernel,
 }
 
 impl Kernels {
     pub(super) fn load(loader: &Loader<'_>) -> Result<Self> {
-        let kernel = |name| loader.kernel(name, params::DDT_CUDA_GDN_VERIFY_SHARED_BYTES as u32);
+        let prepare = |name| loader.kernel(name, 0);
+        let solve = |name| loader.kernel(name, params::DDT_CUDA_GDN_VERIFY_SHARED_BYTES as u32);
         Ok(Self {
-            f32: kernel("ddt_gdn_verify_f32")?,
-            f16: kernel("ddt_gdn_verify_f16")?,
-            bf16: kernel("ddt_gdn_verify_bf16")?,
-            bf16_small: kernel("ddt_gdn_verify_bf16_small")?,
+            prepare_f32: prepare("ddt_gdn_verify_prepare_f32")?,
+            prepare_f16: prepare("ddt_gdn_verify_prepare_f16")?,
+            prepare_bf16: prepare("ddt_gdn_verify_prepare_bf16")?,
+            solve_f32: solve("ddt_gdn_verify_solve_f32")?,
+            solve_f16: solve("ddt_gdn_verify_solve_f16")?,
+            solve_bf16: solve("ddt_gdn_verify_solve_bf16")?,
+            solve_bf16_small: solve("ddt_gdn_verify_solve_bf16_small")?,
         })
     }
 }
 
-#[allow(clippy::unnecessary_wraps, reason = "the signature that all operations share")]
-pub(crate) unsafe fn workspace_bytes(_device: &Device, _params: &ddt_gdn_verify_params) -> Result<usize> {
-    Ok(0)
+/// Where the arrays of the workspace start, in bytes. Their contents are in `cuda/params/gdn_verify.h`.
+struct Workspace {
+    values: usize,
+    norms: usize,
+    gates: usize,
+    bytes: usize,
+}
+
+impl Workspace {
+    fn new(args: &GdnVerify, checked: &Checked) -> Result<Self> {
+        let Checked { heads, num_rows, .. } = *checked;
+        let dtype = args.mixed_qkv.dtype();
+        let key_elements = 2 * heads.num_k * GDN_HEAD_DIM * parts(dtype);
+        let mut end = 0usize;
+        let mut array = |row_bytes: usize| {
+            let start = end;
+            let bytes = row_bytes.checked_mul(num_rows)?.checked_next_multiple_of(ALIGNMENT)?;
+            end = end.checked_add(bytes)?;
+            Some(start)
+        };
+        let mut place = || {
+            array(key_elements * DType::BF16.size())?;
+            let values = array(heads.num_v * GDN_HEAD_DIM * dtype.size())?;
+            let norms = array(2 * heads.num_k * size_of::<f32>())?;
+            let gates = array(3 * heads.num_v * size_of::<f32>())?;
+            Some((values, norms, gates))
+        };
+        let Some((values, norms, gates)) = place() else {
+            bail!(InvalidShape, "mixed_qkv rows: got {num_rows}, want fewer");
+        };
+        Ok(Self { values, norms, gates, bytes: end })
+    }
+}
+
+/// bf16 numbers that together hold a value of `dtype`, of f32 its first 16 bits.
+fn parts(dtype: DType) -> usize {
+    if dtype == DType::BF16 { 1 } else { 2 }
+}
+
+/// # Safety
+/// What the parameters point to must be as the header says; no tensor's data is read.
+pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_gdn_verify_params) -> Result<usize> {
+    // SAFETY: the caller's promise.
+    let args = unsafe { gdn_verify_tensors(params, ptr::tree(params.tree)?.1) }?;
+    Ok(Workspace::new(&args, &args.check()?)?.bytes)
 }
 
 /// # Safety
@@ -51,47 +104,52 @@ pub(crate) unsafe fn launch(
     let (tree, dims) = unsafe { ptr::tree(raw.tree) }?;
     // SAFETY: as above.
     let args = unsafe { gdn_verify_tensors(raw, dims) }?;
-    let Checked { heads, num_rows, scale, norm_eps } = args.check()?;
+    let checked = args.check()?;
+    let Checked { heads, num_rows, scale, norm_eps } = checked;
     let state_slots = ptr::device_array(raw.layer.state_slots, dims.num_reqs, "state_slots")?;
     let query_start = ptr::device_array(raw.query_start, dims.num_reqs + 1, "query_start")?;
     ptr::device_array(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?;
     ptr::device_array(tree.parents, dims.num_slots(), "tree.parents")?;
     ptr::device_array(tree.depths, dims.num_slots(), "tree.depths")?;
     ptr::device_array(tree.ancestors, dims.ancestors_len(), "tree.ancestors")?;
+    let layout = Workspace::new(&args, &checked)?;
+    let workspace = ptr::workspace(raw.workspace, raw.workspace_bytes, layout.bytes)?.cast::<u8>();
 
     let dtype = args.mixed_qkv.dtype();
-    let exact = dtype == DType::BF16;
-    let (row_bytes, max_rows) = if exact {
+    let kernels = &device.kernels().gdn_verify;
+    let (prepare, solve, groups) = match dtype {
+        DType::F16 => (&kernels.prepare_f16, &kernels.solve_f16, 4),
+        DType::BF16 if dims.max_nodes <= SMALL_NODES => (&kernels.prepare_bf16, &kernels.solve_bf16_small, 2),
+        DType::BF16 => (&kernels.prepare_bf16, &kernels.solve_bf16, 4),
+        _ => (&kernels.prepare_f32, &kernels.solve_f32, 4),
+    };
+    let (row_bytes, max_rows) = if parts(dtype) == 1 {
         (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16)
     } else {
         (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS)
     };
     let row_capacity = dims.max_nodes.next_multiple_of(16).min(max_rows as usize);
-    let (kernel, groups) = match dtype {
-        DType::F16 => (&device.kernels().gdn_verify.f16, 4),
-        DType::BF16 if dims.max_nodes <= SMALL_NODES => (&device.kernels().gdn_verify.bf16_small, 2),
-        DType::BF16 => (&device.kernels().gdn_verify.bf16, 4),
-        _ => (&device.kernels().gdn_verify.f32, 4),
-    };
     let tiles = params::DDT_CUDA_GDN_VERIFY_TILES as usize;
     let num_slices = (heads.num_v / heads.num_k * (GDN_HEAD_DIM / 16)).div_ceil(tiles);
-    let blocks = dims.num_reqs * heads.num_k * num_slices;
-    if blocks > i32::MAX as usize {
-        bail!(InvalidShape, "tree.num_reqs: got {}, want fewer", dims.num_reqs);
-    }
 
-    let mut vectors = 0;
-    for (bit, tensor, dim, bytes) in [
-        (params::DDT_CUDA_GDN_VERIFY_STATE, &args.ssm_state, 3, 16),
-        (params::DDT_CUDA_GDN_VERIFY_ROWS, &args.mixed_qkv, 1, 16),
-        (params::DDT_CUDA_GDN_VERIFY_STASH, &args.stash_qkv.view(), 1, 4 * dtype.size()),
-        (params::DDT_CUDA_GDN_VERIFY_WEIGHT, &args.conv_weight, 1, 4 * args.conv_weight.dtype().size()),
-        (params::DDT_CUDA_GDN_VERIFY_WINDOW, &args.conv_state, 1, 4 * args.conv_state.dtype().size()),
-        (params::DDT_CUDA_GDN_VERIFY_OUT, &args.out.view(), 2, 4 * args.out.dtype().size()),
+    let mut flags = 0;
+    for (bit, tensor, dim, elements) in [
+        (params::DDT_CUDA_GDN_VERIFY_STATE, &args.ssm_state, 3, 4),
+        (params::DDT_CUDA_GDN_VERIFY_ROWS, &args.mixed_qkv, 1, 4),
+        (params::DDT_CUDA_GDN_VERIFY_STASH, &args.stash_qkv.view(), 1, 4),
+        (params::DDT_CUDA_GDN_VERIFY_WEIGHT, &args.conv_weight, 1, 4),
+        (params::DDT_CUDA_GDN_VERIFY_WINDOW, &args.conv_state, 1, 4),
+        (params::DDT_CUDA_GDN_VERIFY_OUT, &args.out.view(), 2, 4),
     ] {
-        if is_vectorizable(tensor, dim, bytes) {
-            vectors |= bit as u32;
+        if is_vectorizable(tensor, dim, elements) {
+            flags |= bit as u32;
         }
+    }
+    let state_bytes = heads.num_v * GDN_HEAD_DIM * GDN_HEAD_DIM * size_of::<f32>();
+    if flags & params::DDT_CUDA_GDN_VERIFY_STATE as u32 != 0
+        && dims.num_reqs * state_bytes <= MAX_PREFETCH_BYTES
+    {
+        flags |= params::DDT_CUDA_GDN_VERIFY_PREFETCH as u32;
     }
 
     let kernel_params = params::ddt_cuda_gdn_verify {
@@ -110,6 +168,10 @@ pub(crate) unsafe fn launch(
         tree: tree_params(&tree, dims),
         state_slots,
         query_start,
+        heads: workspace.cast(),
+        values: workspace.wrapping_add(layout.values).cast(),
+        norms: workspace.wrapping_add(layout.norms).cast(),
+        gates: workspace.wrapping_add(layout.gates).cast(),
         num_slots: args.conv_state.shape()[0].min(args.ssm_state.shape()[0]) as i64,
         // query_start cannot name later rows
         num_rows: num_rows.min(i32::MAX as usize) as i32,
@@ -117,25 +179,43 @@ pub(crate) unsafe fn launch(
         num_v_heads: heads.num_v as i32,
         num_slices: num_slices as i32,
         row_capacity: row_capacity as i32,
-        vectors,
+        flags,
         scale,
         norm_eps,
     };
-    let launch = Launch {
-        grid: [blocks as u32, 1, 1],
-        block: 32 * tiles as u32 * groups,
-        shared_bytes: row_capacity as u32 * row_bytes as u32 + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES as u32,
+    let grid = |blocks_per_request: usize| {
+        let blocks = dims.num_reqs * blocks_per_request;
+        if blocks > i32::MAX as usize {
+            bail!(InvalidShape, "tree.num_reqs: got {}, want fewer", dims.num_reqs);
+        }
+        Ok([blocks as u32, 1, 1])
+    };
+    let node_groups = dims.max_nodes.div_ceil(params::DDT_CUDA_GDN_VERIFY_PREPARE_NODES as usize);
+    let prepare_launch = Launch {
+        grid: grid(node_groups * (2 * heads.num_k + heads.num_v))?,
+        block: params::DDT_CUDA_GDN_VERIFY_PREPARE_THREADS as u32,
+        shared_bytes: 0,
         overlaps_previous: false,
     };
+    let solve_launch = Launch {
+        grid: grid(heads.num_k * num_slices)?,
+        block: 32 * tiles as u32 * groups,
+        shared_bytes: (row_capacity * row_bytes as usize) as u32
+            + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES as u32,
+        overlaps_previous: true,
+    };
     // SAFETY: the caller's promise.
-    unsafe { device.launch(kernel, &launch, &kernel_params, stream) }
+    unsafe {
+        device.launch(prepare, &prepare_launch, &kernel_params, stream)?;
+        device.launch(solve, &solve_launch, &kernel_params, stream)
+    }
 }
 
-/// Whether `bytes` along `dim` can be accessed at once, from every multiple of that on.
-fn is_vectorizable(tensor: &TensorRef, dim: usize, bytes: usize) -> bool {
-    let size = tensor.dtype().size();
+/// Whether so many elements along `dim` can be accessed at once, from every multiple of that on.
+fn is_vectorizable(tensor: &TensorRef, dim: usize, elements: usize) -> bool {
+    let bytes = elements * tensor.dtype().size();
     (tensor.data() as usize).is_multiple_of(bytes)
         && tensor.strides().iter().enumerate().all(|(i, &stride)| {
-            if i == dim { stride == 1 } else { (stride * size).is_multiple_of(bytes) }
+            if i == dim { stride == 1 } else { stride.is_multiple_of(elements) }
         })
 }

@@ -318,13 +318,14 @@ const _: () = {
         "Offset of field: ddt_cuda_commit::kv_layers",
     ][::std::mem::offset_of!(ddt_cuda_commit, kv_layers) - 21152usize];
 };
-pub const DDT_CUDA_GDN_VERIFY_STATE: ddt_cuda_gdn_verify_vectors = 1;
-pub const DDT_CUDA_GDN_VERIFY_ROWS: ddt_cuda_gdn_verify_vectors = 2;
-pub const DDT_CUDA_GDN_VERIFY_STASH: ddt_cuda_gdn_verify_vectors = 4;
-pub const DDT_CUDA_GDN_VERIFY_WEIGHT: ddt_cuda_gdn_verify_vectors = 8;
-pub const DDT_CUDA_GDN_VERIFY_WINDOW: ddt_cuda_gdn_verify_vectors = 16;
-pub const DDT_CUDA_GDN_VERIFY_OUT: ddt_cuda_gdn_verify_vectors = 32;
-pub type ddt_cuda_gdn_verify_vectors = ::std::os::raw::c_uint;
+pub const DDT_CUDA_GDN_VERIFY_STATE: ddt_cuda_gdn_verify_flags = 1;
+pub const DDT_CUDA_GDN_VERIFY_ROWS: ddt_cuda_gdn_verify_flags = 2;
+pub const DDT_CUDA_GDN_VERIFY_STASH: ddt_cuda_gdn_verify_flags = 4;
+pub const DDT_CUDA_GDN_VERIFY_WEIGHT: ddt_cuda_gdn_verify_flags = 8;
+pub const DDT_CUDA_GDN_VERIFY_WINDOW: ddt_cuda_gdn_verify_flags = 16;
+pub const DDT_CUDA_GDN_VERIFY_OUT: ddt_cuda_gdn_verify_flags = 32;
+pub const DDT_CUDA_GDN_VERIFY_PREFETCH: ddt_cuda_gdn_verify_flags = 64;
+pub type ddt_cuda_gdn_verify_flags = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ddt_cuda_gdn_verify {
@@ -343,13 +344,17 @@ pub struct ddt_cuda_gdn_verify {
     pub tree: ddt_cuda_tree,
     pub state_slots: *const i32,
     pub query_start: *const i32,
+    pub heads: *mut ::std::os::raw::c_void,
+    pub values: *mut ::std::os::raw::c_void,
+    pub norms: *mut f32,
+    pub gates: *mut f32,
     pub num_slots: i64,
     pub num_rows: i32,
     pub num_k_heads: i32,
     pub num_v_heads: i32,
     pub num_slices: i32,
     pub row_capacity: i32,
-    pub vectors: u32,
+    pub flags: u32,
     pub scale: f32,
     pub norm_eps: f32,
 }
@@ -357,7 +362,7 @@ pub struct ddt_cuda_gdn_verify {
 const _: () = {
     [
         "Size of ddt_cuda_gdn_verify",
-    ][::std::mem::size_of::<ddt_cuda_gdn_verify>() - 744usize];
+    ][::std::mem::size_of::<ddt_cuda_gdn_verify>() - 776usize];
     [
         "Alignment of ddt_cuda_gdn_verify",
     ][::std::mem::align_of::<ddt_cuda_gdn_verify>() - 8usize];
@@ -407,33 +412,47 @@ const _: () = {
         "Offset of field: ddt_cuda_gdn_verify::query_start",
     ][::std::mem::offset_of!(ddt_cuda_gdn_verify, query_start) - 696usize];
     [
+        "Offset of field: ddt_cuda_gdn_verify::heads",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, heads) - 704usize];
+    [
+        "Offset of field: ddt_cuda_gdn_verify::values",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, values) - 712usize];
+    [
+        "Offset of field: ddt_cuda_gdn_verify::norms",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, norms) - 720usize];
+    [
+        "Offset of field: ddt_cuda_gdn_verify::gates",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, gates) - 728usize];
+    [
         "Offset of field: ddt_cuda_gdn_verify::num_slots",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_slots) - 704usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_slots) - 736usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::num_rows",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_rows) - 712usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_rows) - 744usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::num_k_heads",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_k_heads) - 716usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_k_heads) - 748usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::num_v_heads",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_v_heads) - 720usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_v_heads) - 752usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::num_slices",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_slices) - 724usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_slices) - 756usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::row_capacity",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, row_capacity) - 728usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, row_capacity) - 760usize];
     [
-        "Offset of field: ddt_cuda_gdn_verify::vectors",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, vectors) - 732usize];
+        "Offset of field: ddt_cuda_gdn_verify::flags",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, flags) - 764usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::scale",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, scale) - 736usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, scale) - 768usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::norm_eps",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, norm_eps) - 740usize];
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, norm_eps) - 772usize];
 };
+pub const DDT_CUDA_GDN_VERIFY_PREPARE_THREADS: _bindgen_ty_4 = 256;
+pub const DDT_CUDA_GDN_VERIFY_PREPARE_NODES: _bindgen_ty_4 = 16;
 pub const DDT_CUDA_GDN_VERIFY_TILES: _bindgen_ty_4 = 3;
 pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16: _bindgen_ty_4 = 1566;
 pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES: _bindgen_ty_4 = 2110;

@@ -432,6 +432,8 @@ def test_graph_streams_and_contexts(rng):
     *alive, params = call(case, "cuda", *result)
     lib, device = abi.lib(), torch.device("cuda")
     torch.cuda.synchronize()
+    workspace = abi.poisoned(params.workspace_bytes, torch.uint8)
+    params.workspace = lib.ffi.cast("void *", workspace.data_ptr())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         lib.check(lib.lib.ddt_gdn_verify(abi.context("cuda"), params, lib.stream(device)))
@@ -454,6 +456,27 @@ def test_graph_streams_and_contexts(rng):
 
     for ctx in (abi.context("cuda", portable=True), lib.new_context(device, False)):
         assert matches([tensor.cuda() for tensor in run(case, "cuda", ctx=ctx)])
+
+
+def test_workspace_is_checked(rng):
+    case = make(rng, trees(rng, [5], 4), 5, 4)
+    result = outputs(case, "cuda")
+    *alive, params = call(case, "cuda", *result)
+    torch.cuda.synchronize()
+    lib, workspace = abi.lib(), params.workspace
+    for tensor in result:
+        tensor.view(torch.uint8).fill_(0xFF)
+    for pointer, missing, status in (
+        (lib.ffi.NULL, 0, lib.lib.DDT_NULL_POINTER),
+        (lib.ffi.cast("char *", workspace) + 16, 0, lib.lib.DDT_MISALIGNED),
+        (workspace, 1, lib.lib.DDT_WORKSPACE_TOO_SMALL),
+    ):
+        params.workspace = pointer
+        params.workspace_bytes -= missing
+        stream = lib.stream(torch.device("cuda"))
+        assert lib.lib.ddt_gdn_verify(abi.context("cuda"), params, stream) == status
+    torch.cuda.synchronize()
+    assert all(bits(tensor.cpu()).eq(0xFF).all() for tensor in result)
 
 
 @pytest.mark.parametrize("mistake", [

@@ -69,8 +69,13 @@ class Problem:
         layer.state_slots = abi.i32_pointer(self.slots)
         params.query_start = abi.i32_pointer(self.rows.query_start)
         params.tree = tree = abi.tree_struct(self.tree)
+        size = lib.ffi.new("size_t *")
+        lib.check(lib.lib.ddt_gdn_verify_workspace_size(context, params, size))
+        workspace = torch.empty(size[0], dtype=torch.uint8, device="cuda")
+        params.workspace = lib.ffi.cast("void *", workspace.data_ptr())
+        params.workspace_bytes = size[0]
 
-        def run(keep=(self, tree)) -> None:
+        def run(keep=(self, tree, workspace)) -> None:
             lib.check(lib.lib.ddt_gdn_verify(context, params, lib.stream(device)))
 
         return run
