@@ -104,7 +104,7 @@ def flashinfer(
         FLASHINFER_WORKSPACE_BASE=str(tmp / "cache"),
     )  # fmt: skip
     output = subprocess.run(
-        [sys.executable, "-c", GENERATE, str(unpacked)],
+        [sys.executable, "-P", "-c", GENERATE, str(unpacked)],
         env=environment,
         check=True,
         capture_output=True,
