@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kernels of sglang-kernel 0.4.4, the last release built for torch 2.11: the one that lays out EAGLE's tree and
-the one that walks it."""
+"""Two kernels of sglang-kernel 0.4.4, which is built for torch 2.11: the one that lays out EAGLE's tree and the one
+that walks it."""
 
 import functools
 
