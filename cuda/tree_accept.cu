@@ -17,8 +17,8 @@ constexpr int CHOOSE_THREADS = DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS;
 constexpr int CHOOSE_WARPS = CHOOSE_THREADS / 32;
 constexpr int WALK_THREADS = DDT_CUDA_TREE_ACCEPT_WALK_THREADS;
 static_assert(WALK_THREADS >= DDT_CUDA_MAX_NODES, "a thread per node");
-// loads that a thread starts together, one round ahead of those that it looks at
-constexpr int LOADS = 2;
+// loads of a thread that are under way at the same time
+constexpr int LOADS = 3;
 constexpr uint32_t FLAG_NONFINITE = 2;  // DDT_FLAG_NONFINITE
 constexpr float INF = __builtin_huge_valf();
 
@@ -190,19 +190,16 @@ struct Part {
     last = first + num_loads * PER_LOAD;
   }
 
-  // The thread's loads from `base` on; -inf where there is nothing to load.
-  __device__ __forceinline__ void load(uint4 (&words)[LOADS], int base) const {
+  // The thread's load of a round; -inf where there is nothing to load.
+  __device__ __forceinline__ uint4 load(int round) const {
     constexpr uint32_t NONE = Packed<T>::MINUS_INF;
-    const uint4 *loads = reinterpret_cast<const uint4 *>(row + first);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const int load = base + i * CHOOSE_THREADS + static_cast<int>(threadIdx.x);
-      words[i] = load < num_loads ? __ldg(loads + load) : make_uint4(NONE, NONE, NONE, NONE);
-    }
+    const int load = round * CHOOSE_THREADS + static_cast<int>(threadIdx.x);
+    if (load >= num_loads) return make_uint4(NONE, NONE, NONE, NONE);
+    return __ldg(reinterpret_cast<const uint4 *>(row + first) + load);
   }
 };
 
-// What a thread finds in a part; `words` are its first loads.
+// What a thread finds in a part; `words` are its loads of the first rounds.
 template <bool SAMPLED, typename T>
 __device__ __forceinline__ uint64_t best_of_part(const Part<T> &part, uint4 (&words)[LOADS], uint32_t prefix) {
   constexpr int N = Part<T>::PER_LOAD;
@@ -210,20 +207,20 @@ __device__ __forceinline__ uint64_t best_of_part(const Part<T> &part, uint4 (&wo
   Best best;
   // below every finite value
   float floor = SAMPLED ? -3.402823466e38f : -INF;
-  for (int base = 0; base < part.num_loads; base += CHOOSE_THREADS * LOADS) {
-    uint4 next[LOADS];
-    part.load(next, base + CHOOSE_THREADS * LOADS);
+  const int num_rounds = (part.num_loads + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
+  for (int first_round = 0; first_round < num_rounds; first_round += LOADS) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int load = base + i * CHOOSE_THREADS + thread;
+      const int round = first_round + i;
+      float x[N];
+      Packed<T>::unpack({words[i].x, words[i].y, words[i].z, words[i].w}, x);
+      words[i] = part.load(round + LOADS);
+      const int load = round * CHOOSE_THREADS + thread;
+      // whole warps
       if (load - thread % 32 < part.num_loads) {
-        float x[N];
-        Packed<T>::unpack({words[i].x, words[i].y, words[i].z, words[i].w}, x);
         consider_all<SAMPLED>(x, part.first + load * N, prefix, best, floor);
       }
     }
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) words[i] = next[i];
   }
   const uint32_t num_before = part.first - part.begin;
   const uint32_t num_single = num_before + (part.end - part.last);
@@ -252,7 +249,8 @@ __device__ __forceinline__ void choose(const Params &p) {
   // the logits are on their way while the block finds out whose they are
   const Part<T> part(p, row, split);
   uint4 words[LOADS];
-  part.load(words, 0);
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) words[i] = part.load(i);
 
   const int r = owner_of(row, p);
   uint64_t best = 0;
@@ -260,7 +258,8 @@ __device__ __forceinline__ void choose(const Params &p) {
     const float temperature = p.temperatures == nullptr ? 0.0f : p.temperatures[r];
     const RequestRows rows = request_rows(p.query_start, p.tree, r, p.num_rows);
     const int node = row - rows.start;
-    if (node < rows.num_nodes) {
+    // negative only if query_start does not ascend
+    if (node >= 0 && node < rows.num_nodes) {
       if (temperature != 0.0f) {
         const int64_t position = p.tree.positions[static_cast<int64_t>(r) * p.tree.max_nodes + node];
         best = best_of_part<true>(part, words, gumbel_prefix(p.seeds[r], position));
@@ -325,6 +324,7 @@ extern "C" __global__ void __launch_bounds__(ddt::WALK_THREADS)
   // none of this comes from the kernel before, which itself waited for everything earlier
   const RequestRows rows = request_rows(p.query_start, p.tree, r, p.num_rows);
   const int num_nodes = rows.num_nodes;
+  const int64_t next_position = p.next_positions == nullptr || num_nodes == 0 ? 0 : p.tree.positions[slot - thread] + 1;
   int first_child = -1;
   if (thread < num_nodes) {
     token[thread] = p.tree.tokens[slot];
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(ddt::WALK_THREADS)
       nonfinite[thread] = false;
     }
   } else {
-    constexpr int LANES = 8;  // of each node
+    constexpr int LANES = 4;  // of each node
     const int lane = thread % LANES;
     // whole warps take part in the shuffles
     for (int node = thread / LANES; node - node % (32 / LANES) < num_nodes; node += WALK_THREADS / LANES) {
@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(ddt::WALK_THREADS)
     num_accepted = depth;
     p.num_accepted[r] = depth;
     if (p.num_rejected != nullptr) p.num_rejected[r] = num_nodes == 0 ? 0 : rows.end - rows.start - 1 - depth;
-    if (p.next_positions != nullptr) p.next_positions[r] = num_nodes == 0 ? 0 : p.tree.positions[slot] + depth + 1;
+    if (p.next_positions != nullptr) p.next_positions[r] = num_nodes == 0 ? 0 : next_position + depth;
   }
   __syncthreads();
   if (thread <= max_depth) {
