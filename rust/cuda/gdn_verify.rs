@@ -95,11 +95,7 @@ pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_gdn_verify_p
 
 /// # Safety
 /// What the parameters point to must be as the header says, in the device's memory.
-pub(crate) unsafe fn launch(
-    device: &Device,
-    raw: &ddt_gdn_verify_params,
-    stream: *mut c_void,
-) -> Result<()> {
+pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream: *mut c_void) -> Result<()> {
     // SAFETY: the caller's promise; data is not read here.
     let (tree, dims) = unsafe { ptr::tree(raw.tree) }?;
     // SAFETY: as above.
@@ -215,7 +211,9 @@ pub(crate) unsafe fn launch(
 fn is_vectorizable(tensor: &TensorRef, dim: usize, elements: usize) -> bool {
     let bytes = elements * tensor.dtype().size();
     (tensor.data() as usize).is_multiple_of(bytes)
-        && tensor.strides().iter().enumerate().all(|(i, &stride)| {
-            if i == dim { stride == 1 } else { stride.is_multiple_of(elements) }
-        })
+        && tensor
+            .strides()
+            .iter()
+            .enumerate()
+            .all(|(i, &stride)| if i == dim { stride == 1 } else { stride.is_multiple_of(elements) })
 }

@@ -74,7 +74,10 @@ unsafe fn run(params: &ddt_gdn_verify_params) -> Result<()> {
 ///
 /// # Safety
 /// As for [`ptr::tensor`] and [`ptr::tensor_mut`].
-pub(crate) unsafe fn gdn_verify_tensors<'a>(params: &ddt_gdn_verify_params, dims: TreeDims) -> Result<GdnVerify<'a>> {
+pub(crate) unsafe fn gdn_verify_tensors<'a>(
+    params: &ddt_gdn_verify_params,
+    dims: TreeDims,
+) -> Result<GdnVerify<'a>> {
     ptr::no_flags(params.flags)?;
     let layer = &params.layer;
     // SAFETY: the caller's promise, for every tensor.

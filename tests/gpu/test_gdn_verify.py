@@ -500,6 +500,7 @@ def test_mistakes_get_the_same_words(rng, mistake):
         )
         with pytest.raises(RuntimeError) as error:
             call(case, device, *result)
-        messages.append(str(error.value))
+        # on a GPU the size query is the first to say it
+        messages.append(str(error.value).replace("_workspace_size", ""))
         assert all(bits(tensor).eq(0xFF).all() for tensor in result)
     assert messages[0] == messages[1]
