@@ -5,8 +5,9 @@
 // https://docs.nvidia.com/cuda/parallel-thread-execution/
 //
 // A tile of 16-bit elements is cut into panels of 64 columns. A panel holds its rows one after the
-// other, 128 bytes each, and starts at a multiple of 1024 bytes; within eight rows the 16-byte
-// piece c of row r is stored as piece c ^ (r % 8).
+// other, 128 bytes each, and starts at a multiple of 1024 bytes; within eight rows, an atom, the 16-byte
+// piece c of row r is stored as piece c ^ (r % 8). Where atoms and panels lie is up to the tile:
+// the operands' descriptors have their distances.
 #pragma once
 
 #include "common.cuh"
@@ -58,13 +59,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 
 // ---- copies
 
-// One box of a four-dimensional tensor map, whose rows are panel rows; elements outside the tensor are zeros.
-__device__ __forceinline__ void copy_box(uint32_t shared, const void *tensor_map, int x, int y, int z, int w,
-                                         uint32_t barrier) {
+// One box of a five-dimensional tensor map, whose rows are panel rows; elements outside the tensor are zeros.
+__device__ __forceinline__ void copy_box(uint32_t shared, const void *tensor_map, int x, int y, int z, int u,
+                                         int v, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared),
-      "l"(tensor_map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier)
       : "memory");
 }
 
@@ -132,16 +133,16 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 
 constexpr uint64_t SWIZZLE_128 = uint64_t(1) << 62;
 
-// An operand whose columns are the k dimension ("K-major"): 8-row groups are ATOM_BYTES apart.
+// An operand whose columns are the k dimension ("K-major"); atoms of a panel are atom_stride bytes apart.
 // 16 columns further within a panel: 32 bytes further.
-__device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address) {
-  return SWIZZLE_128 | uint64_t(ATOM_BYTES >> 4) << 32 | uint64_t(1) << 16 | (address >> 4 & 0x3fff);
+__device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address, int atom_stride) {
+  return SWIZZLE_128 | uint64_t(atom_stride >> 4) << 32 | uint64_t(1) << 16 | (address >> 4 & 0x3fff);
 }
 
-// An operand whose rows are the k dimension ("MN-major"): 8-row groups are ATOM_BYTES apart, panels
-// panel_bytes. 16 rows further: 2 * ATOM_BYTES further.
-__device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t address, int panel_bytes) {
-  return SWIZZLE_128 | uint64_t(ATOM_BYTES >> 4) << 32 | uint64_t(panel_bytes >> 4) << 16 | (address >> 4 & 0x3fff);
+// An operand whose rows are the k dimension ("MN-major"), 16 of them: the two atoms of a panel are atom_stride bytes
+// apart, panels panel_stride.
+__device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t address, int atom_stride, int panel_stride) {
+  return SWIZZLE_128 | uint64_t(atom_stride >> 4) << 32 | uint64_t(panel_stride >> 4) << 16 | (address >> 4 & 0x3fff);
 }
 
 // Operand lists: 8 accumulators, and the names of 32.

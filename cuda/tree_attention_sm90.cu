@@ -21,7 +21,9 @@ constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / 32;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
 // Lines of one consumer.
 constexpr int LINES = 64;
-constexpr int BOX_TOKENS = DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS;
+constexpr int KEY_BOX = DDT_CUDA_TREE_ATTENTION_SM90_KEY_BOX_TOKENS;
+constexpr int VALUE_BOX = DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS;
+static_assert(PANEL_COLUMNS == DDT_CUDA_TREE_ATTENTION_SM90_PANEL_COLUMNS);
 // Registers per thread after the roles have parted; with 168 for all at first, these are as many.
 constexpr int PRODUCER_REGISTERS = 56;
 constexpr int CONSUMER_REGISTERS = 224;
@@ -30,18 +32,23 @@ constexpr int CONSUMER_BARRIER = 1;
 constexpr int BOTH_BARRIER = CONSUMER_BARRIER + CONSUMERS;
 
 constexpr int TILE = DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS;
-constexpr int BOXES = TILE / BOX_TOKENS;
-constexpr uint32_t ALL_BOXES = (1u << BOXES) - 1;
+constexpr int KEY_BOXES = TILE / KEY_BOX;
+constexpr uint32_t ALL_BOXES = (1u << KEY_BOXES) - 1;
 constexpr int WORDS = (TILE + 31) / 32;  // of a mask with a bit per token
 
-// Shared memory. K and V tiles and queries are panels, see sm90.cuh.
+// Shared memory. Queries are panel after panel. K and V tiles are box after box, as copied, and a box
+// is panel after panel of its tokens: 8 keys, so that the atoms of a panel are at equal distances over
+// the whole tile, as a descriptor wants them; 16 values, which are what one wgmma takes.
 template <int DIM>
 struct alignas(1024) Shared {
   static constexpr int STAGES = DIM == 256 ? 2 : 4;
   static constexpr int PANELS = DIM / PANEL_COLUMNS;
   static constexpr int QUERY_PANEL = LINES * PANEL_ROW_BYTES;
-  static constexpr int PANEL = TILE * PANEL_ROW_BYTES;
-  static constexpr int TILE_BYTES = PANELS * PANEL;
+  static constexpr int KEY_PANEL = KEY_BOX * PANEL_ROW_BYTES;
+  static constexpr int VALUE_PANEL = VALUE_BOX * PANEL_ROW_BYTES;
+  static constexpr int TOKEN_BYTES = DIM * 2;
+  static constexpr int TILE_BYTES = TILE * TOKEN_BYTES;
+  static_assert(KEY_PANEL == ATOM_BYTES && VALUE_PANEL == 2 * ATOM_BYTES);
 
   uint8_t queries[CONSUMERS][PANELS * QUERY_PANEL];
   uint8_t keys[STAGES][TILE_BYTES];
@@ -50,7 +57,7 @@ struct alignas(1024) Shared {
   uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
   uint64_t pieces_full[2], pieces_empty[2];
   Piece pieces[2];
-  // bit b: box b of the K tile lies in the cache
+  // bit b: the tokens of key box b are in the cache
   uint32_t present[STAGES];
   // bits of V rows with an element that is not finite
   uint32_t nonfinite[WORDS];
@@ -84,11 +91,11 @@ template <int DIM>
 __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps, Shared<DIM> &shared) {
   using S = Shared<DIM>;
   const Params &p = maps.attention;
-  constexpr int COPIES = BOXES * S::PANELS;
-  static_assert(COPIES <= 32, "a lane makes one copy");
   const int lane = threadIdx.x % 32;
-  const int panel = lane / BOXES, box = lane % BOXES;
-  const int place = panel * S::PANEL + box * BOX_TOKENS * PANEL_ROW_BYTES;
+  // a lane copies a box of keys, and every second one a box of values; further lanes only look up as well
+  const int token = lane % KEY_BOXES * KEY_BOX;
+  const int place = token * S::TOKEN_BYTES;
+  const bool copies_keys = lane < KEY_BOXES, copies_values = copies_keys && token % VALUE_BOX == 0;
 
   Pieces pieces(p);
   Piece piece;
@@ -102,10 +109,10 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
     }
     mail.next();
 
-    // Of the first token of this lane's box, a tile ahead. The tensor maps fill boxes of block -1 with zeros.
+    // Of this lane's box, a tile ahead. The tensor maps fill boxes of block -1 with zeros.
     const int num_tokens = visible_tokens(p, piece);
     const auto find = [&](int tile) {
-      return find_token(p, piece.request_index, tile * TILE + box * BOX_TOKENS, num_tokens);
+      return find_token(p, piece.request_index, tile * TILE + token, num_tokens);
     };
     CachePlace next = find(piece.first_tile);
     for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
@@ -120,17 +127,17 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
         barrier_arrive_expect(full, S::TILE_BYTES);
       }
       __syncwarp();
-      if (lane < COPIES) {
-        copy_box(shared_address(shared.keys[at.stage] + place), &maps.key_map, panel * PANEL_COLUMNS, here.offset,
-                 piece.kv_head, here.block, full);
+      if (copies_keys) {
+        copy_box(shared_address(shared.keys[at.stage] + place), &maps.key_map, 0, here.offset, 0, piece.kv_head,
+                 here.block, full);
       }
       at.wait_empty(shared.values_empty);
       full = shared_address(shared.values_full + at.stage);
       if (lane == 0) barrier_arrive_expect(full, S::TILE_BYTES);
       __syncwarp();
-      if (lane < COPIES) {
-        copy_box(shared_address(shared.values[at.stage] + place), &maps.value_map, panel * PANEL_COLUMNS, here.offset,
-                 piece.kv_head, here.block, full);
+      if (copies_values) {
+        copy_box(shared_address(shared.values[at.stage] + place), &maps.value_map, 0, here.offset, 0, piece.kv_head,
+                 here.block, full);
       }
       at.next();
     }
@@ -148,6 +155,7 @@ template <typename T, int DIM>
 struct Consumer {
   using S = Shared<DIM>;
   static constexpr int SCORES = TILE / 2;
+  static constexpr int CHUNKS = DIM / 8;  // of 16 bytes, of a row
 
   const Params &p;
   S &shared;
@@ -181,7 +189,7 @@ struct Consumer {
     uint8_t *queries = shared.queries[index()];
     const T *query = static_cast<const T *>(p.query.data);
     // all loads at a time: a block does nothing else before it has its queries
-    constexpr int CHUNKS = DIM / 8, ROWS_AT_ONCE = WARPGROUP / CHUNKS, LOADS = LINES / ROWS_AT_ONCE;
+    constexpr int ROWS_AT_ONCE = WARPGROUP / CHUNKS, LOADS = LINES / ROWS_AT_ONCE;
     const int chunk = threadIdx.x % CHUNKS, first_row = threadIdx.x % WARPGROUP / CHUNKS;
     uint4 x[LOADS];
 #pragma unroll
@@ -205,27 +213,27 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void start_scores() {
-    const uint64_t a = descriptor_k_major(shared_address(shared.queries[index()]));
-    const uint64_t b = descriptor_k_major(shared_address(shared.keys[key_at.stage]));
+    const uint64_t a = descriptor_k_major(shared_address(shared.queries[index()]), ATOM_BYTES);
+    const uint64_t b = descriptor_k_major(shared_address(shared.keys[key_at.stage]), KEY_BOX * S::TOKEN_BYTES);
     pin(scores);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
       const int in_panel = k % 4 * 32;
       wgmma_shared<T>(scores, a + ((k / 4 * S::QUERY_PANEL + in_panel) >> 4),
-                      b + ((k / 4 * S::PANEL + in_panel) >> 4), k == 0);
+                      b + ((k / 4 * S::KEY_PANEL + in_panel) >> 4), k == 0);
     }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void start_values() {
-    const uint64_t b = descriptor_mn_major(shared_address(shared.values[value_at.stage]), S::PANEL);
+    const uint64_t b = descriptor_mn_major(shared_address(shared.values[value_at.stage]), ATOM_BYTES, S::VALUE_PANEL);
     pin(out);
     wgmma_begin();
 #pragma unroll
-    for (int k = 0; k < TILE / 16; k++) {
+    for (int k = 0; k < TILE / VALUE_BOX; k++) {
       wgmma_registers<T>(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3],
-                         b + (k * 2 * ATOM_BYTES >> 4));
+                         b + (k * VALUE_BOX * S::TOKEN_BYTES >> 4));
     }
     wgmma_commit();
   }
@@ -246,8 +254,8 @@ struct Consumer {
         const Line line(p, piece.request, piece.request_index, piece.first_line + first_line() + half * 8);
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
-          const uint32_t boxes = present >> (32 / BOX_TOKENS * w);
-          const uint32_t in_cache = (boxes & 1 ? 0xffffu : 0u) | (boxes & 2 ? 0xffff0000u : 0u);
+          // bits 0 to 3 to the lowest bits of the bytes, and from there to all bits
+          const uint32_t in_cache = ((present >> (4 * w) & 15) * 0x00204081u & 0x01010101u) * 0xffu;
           const uint32_t bits = (line.mask(piece.request, token + 32 * w) & in_cache) >> (lane() % 4 * 2);
 #pragma unroll
           for (int n = 0; n < 4 && 32 * w + 8 * n < TILE; n++) {
@@ -298,6 +306,7 @@ struct Consumer {
       const uint4 x = *reinterpret_cast<const uint4 *>(values + i * 16);
       return not_finite(x.x) || not_finite(x.y) || not_finite(x.z) || not_finite(x.w);
     };
+    const auto row_of = [](int i) { return i / (VALUE_BOX * CHUNKS) * VALUE_BOX + i / 8 % VALUE_BOX; };
     bool bad = false;
 #pragma unroll 2
     for (int i = thread; i < S::TILE_BYTES / 16; i += CONSUMERS * WARPGROUP) bad |= is_bad(i);
@@ -306,12 +315,12 @@ struct Consumer {
     if (thread < WORDS) shared.nonfinite[thread] = 0;
     named_barrier(BOTH_BARRIER, CONSUMERS * WARPGROUP);
     for (int i = thread; i < S::TILE_BYTES / 16; i += CONSUMERS * WARPGROUP) {
-      const int row = i / 8 % TILE;
+      const int row = row_of(i);
       if (is_bad(i)) atomicOr(&shared.nonfinite[row / 32], 1u << row % 32);
     }
     named_barrier(BOTH_BARRIER, CONSUMERS * WARPGROUP);
     for (int i = thread; i < S::TILE_BYTES / 16; i += CONSUMERS * WARPGROUP) {
-      const int row = i / 8 % TILE;
+      const int row = row_of(i);
       if (!(shared.nonfinite[row / 32] >> row % 32 & 1)) continue;
       *reinterpret_cast<uint4 *>(values + i * 16) = make_uint4(0, 0, 0, 0);
     }

@@ -7,11 +7,12 @@
 #include "tree_attention.h"
 
 enum {
-  // Tokens of a KV tile, and of one copy: pages must hold a multiple of the latter.
+  // Tokens of a KV tile.
   DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS = 64,
-  DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS = 16,
-  // Columns of one copy.
-  DDT_CUDA_TREE_ATTENTION_SM90_BOX_COLUMNS = 64,
+  // What is copied at a time: all columns, in panels, of so many keys or values. Pages must hold a multiple of both.
+  DDT_CUDA_TREE_ATTENTION_SM90_PANEL_COLUMNS = 64,
+  DDT_CUDA_TREE_ATTENTION_SM90_KEY_BOX_TOKENS = 8,
+  DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS = 16,
   DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES = 227 * 1024,
 };
 
@@ -21,8 +22,8 @@ struct ddt_cuda_tensor_map {
 } __attribute__((aligned(64)));
 
 struct ddt_cuda_tree_attention_sm90 {
-  // Of the caches: dimensions [Dh, block_size, Hkv, blocks], 128-byte swizzle, boxes of BOX_COLUMNS columns
-  // and BOX_TOKENS tokens, zeros outside.
+  // Of the caches: dimensions [PANEL_COLUMNS, block_size, Dh / PANEL_COLUMNS, Hkv, blocks], 128-byte swizzle, boxes of
+  // BOX_TOKENS tokens and all columns, zeros outside.
   struct ddt_cuda_tensor_map key_map;
   struct ddt_cuda_tensor_map value_map;
   // Row tiles of at most 128 lines and KV tiles of TILE_TOKENS; `stages` is not read.

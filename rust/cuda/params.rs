@@ -685,8 +685,9 @@ const _: () = {
     ][::std::mem::offset_of!(ddt_cuda_tree_attention, reserved) - 460usize];
 };
 pub const DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS: _bindgen_ty_7 = 64;
-pub const DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS: _bindgen_ty_7 = 16;
-pub const DDT_CUDA_TREE_ATTENTION_SM90_BOX_COLUMNS: _bindgen_ty_7 = 64;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_PANEL_COLUMNS: _bindgen_ty_7 = 64;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_KEY_BOX_TOKENS: _bindgen_ty_7 = 8;
+pub const DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS: _bindgen_ty_7 = 16;
 pub const DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES: _bindgen_ty_7 = 232448;
 pub type _bindgen_ty_7 = ::std::os::raw::c_uint;
 #[repr(C)]

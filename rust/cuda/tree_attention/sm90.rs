@@ -8,9 +8,9 @@ use cudarc::driver::sys::{
 
 use crate::cuda::driver::check;
 use crate::cuda::params::{
-    DDT_CUDA_TREE_ATTENTION_SM90_BOX_COLUMNS, DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS,
-    DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES, ddt_cuda_tensor_map, ddt_cuda_tree_attention,
-    ddt_cuda_tree_attention_sm90, ddt_cuda_view,
+    DDT_CUDA_TREE_ATTENTION_SM90_KEY_BOX_TOKENS, DDT_CUDA_TREE_ATTENTION_SM90_PANEL_COLUMNS,
+    DDT_CUDA_TREE_ATTENTION_SM90_SHARED_BYTES, DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS,
+    ddt_cuda_tensor_map, ddt_cuda_tree_attention, ddt_cuda_tree_attention_sm90, ddt_cuda_view,
 };
 use crate::cuda::{Kernel, Loader};
 use crate::dtype::DType;
@@ -67,7 +67,7 @@ impl Kernels {
                 })
         };
         let pages_are_boxes =
-            dims.block_size.is_multiple_of(DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS as usize);
+            dims.block_size.is_multiple_of(DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS as usize);
         (pages_are_boxes && has_map(tensors.key_cache) && has_map(tensors.value_cache)).then_some(kernel)
     }
 }
@@ -75,22 +75,37 @@ impl Kernels {
 /// The kernels' parameters.
 pub(super) fn params(attention: ddt_cuda_tree_attention) -> Result<ddt_cuda_tree_attention_sm90> {
     Ok(ddt_cuda_tree_attention_sm90 {
-        key_map: tensor_map(&attention, &attention.key_cache)?,
-        value_map: tensor_map(&attention, &attention.value_cache)?,
+        key_map: tensor_map(&attention, &attention.key_cache, DDT_CUDA_TREE_ATTENTION_SM90_KEY_BOX_TOKENS)?,
+        value_map: tensor_map(
+            &attention,
+            &attention.value_cache,
+            DDT_CUDA_TREE_ATTENTION_SM90_VALUE_BOX_TOKENS,
+        )?,
         attention,
     })
 }
 
-fn tensor_map(attention: &ddt_cuda_tree_attention, cache: &ddt_cuda_view) -> Result<ddt_cuda_tensor_map> {
-    let extents =
-        [attention.head_dim, attention.block_size, attention.num_kv_heads, attention.num_blocks];
-    let row_bytes = 2 * attention.head_dim as u64;
-    let extents = extents.map(|extent| extent as u64);
+fn tensor_map(
+    attention: &ddt_cuda_tree_attention,
+    cache: &ddt_cuda_view,
+    box_tokens: u32,
+) -> Result<ddt_cuda_tensor_map> {
+    const COLUMNS: u32 = DDT_CUDA_TREE_ATTENTION_SM90_PANEL_COLUMNS;
+    const ELEMENT: u64 = 2;
+    let [head_dim, tokens, heads, blocks] =
+        [attention.head_dim, attention.block_size, attention.num_kv_heads, attention.num_blocks]
+            .map(|extent| extent as u64);
+    let panels = head_dim / u64::from(COLUMNS);
+    let extents = [u64::from(COLUMNS), tokens, panels, heads, blocks];
     // a stride along a single element is never used, but has to be one that the driver accepts
-    let stride = |i: usize| if extents[i] == 1 { row_bytes } else { 2 * cache.strides[3 - i] as u64 };
-    let strides = [stride(1), stride(2), stride(3)];
-    let boxes =
-        [DDT_CUDA_TREE_ATTENTION_SM90_BOX_COLUMNS, DDT_CUDA_TREE_ATTENTION_SM90_BOX_TOKENS, 1, 1];
+    let stride = |extent: u64, stride: i64| ELEMENT * if extent == 1 { head_dim } else { stride as u64 };
+    let strides = [
+        stride(tokens, cache.strides[2]),
+        ELEMENT * u64::from(COLUMNS),
+        stride(heads, cache.strides[1]),
+        stride(blocks, cache.strides[0]),
+    ];
+    let boxes = [COLUMNS, box_tokens, panels as u32, 1, 1];
     let dtype = if cache.dtype == DType::BF16 as u32 {
         CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     } else {
@@ -102,12 +117,12 @@ fn tensor_map(attention: &ddt_cuda_tree_attention, cache: &ddt_cuda_view) -> Res
         sys::cuTensorMapEncodeTiled(
             &raw mut map,
             dtype,
-            4,
+            extents.len() as u32,
             cache.data,
             extents.as_ptr(),
             strides.as_ptr(),
             boxes.as_ptr(),
-            [1; 4].as_ptr(),
+            [1; 5].as_ptr(),
             CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
             CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
