@@ -26,8 +26,10 @@ __device__ __forceinline__ void store_pair(const ddt_cuda_view &out, int64_t off
 
 // ---- bf16 and f16 on tensor cores, after FlashAttention-2 (arXiv 2307.08691)
 //
-// One CTA works on a row tile with one warp per 16 lines. K and V tiles of a piece go through a ring of shared
-// memory in the order K0 V0 K1 V1 ...; while one is used, the next stages - 1 are on their way.
+// One CTA works on a row tile with one warp per 16 lines. K and V tiles go through a ring of shared memory in the
+// order K0 V0 K1 V1 ..., each stage with two mbarriers: `full`, that its tile has arrived, and `empty`, that all warps
+// have read it. Warps take turns to load a whole tile. So there is no barrier of the whole CTA: warps
+// drift apart, and the softmax of some overlaps with the matrix products of others.
 // A row of a tile is cut into chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
 // the 8 rows that an ldmatrix reads at the same chunk lie in different banks.
 
@@ -70,107 +72,114 @@ struct Tiles {
   }
 };
 
-// Brings the K and V tiles of a piece to shared memory, one tile per call of `load`. Blocks hold a
-// multiple of GRANULE tokens, so that all threads look up the same few places.
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// Arrives once the copies that this thread has started are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t *barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+#endif
+  } while (done == 0);
+}
+
+// A place in the ring, which everybody walks around in the same order.
+struct Place {
+  int stage;
+  uint32_t phase;  // parity of the round
+
+  __device__ Place plus(int tiles, int stages) const {
+    const int to = stage + tiles;
+    return to < stages ? Place{to, phase} : Place{to - stages, phase ^ 1};
+  }
+};
+
+// Loads every `warps`-th tile of a piece, one per call. Blocks hold a multiple of GRANULE tokens; where
+// the granules are is looked up by a lane each when the tile before has been loaded.
 template <typename T, int DIM>
 class Loader {
   using Tile = Tiles<DIM>;
-  static constexpr int GRANULE = DDT_CUDA_TREE_ATTENTION_GRANULE;
-  static constexpr int GRANULES = Tile::TOKENS / GRANULE;
-  static constexpr int CHUNKS = GRANULE * Tile::CHUNKS;
-  static constexpr int STEPS = CHUNKS / (32 * DDT_CUDA_TREE_ATTENTION_MIN_WARPS);
+  static constexpr int GRANULE = DDT_CUDA_TREE_ATTENTION_GRANULE, GRANULES = Tile::TOKENS / GRANULE;
+  static constexpr int ROWS = 32 / Tile::CHUNKS;  // that a warp copies at a time
 
  public:
-  __device__ Loader(const Params &p, const Piece &piece, char *ring, uint32_t (*valid)[Tile::WORDS])
-      : p_(p),
-        ring_(ring),
-        valid_(valid),
-        request_(piece.request_index),
-        kv_head_(piece.kv_head),
-        left_(2 * (piece.last_tile - piece.first_tile)),
-        tokens_left_(visible_tokens(p, piece) - piece.first_tile * Tile::TOKENS) {
-    const int token = piece.first_tile * Tile::TOKENS;
-    index_ = token / p.block_size;
-    cursor_ = token - index_ * p.block_size;
-    look_up(tokens_left_);
+  // item: first K or V tile to load, K0 is 0, V0 is 1
+  __device__ Loader(const Params &p, const Piece &piece, int item)
+      : p_(p), request_(piece.request_index), kv_head_(piece.kv_head), item_(item) {
+    num_items_ = 2 * (piece.last_tile - piece.first_tile);
+    first_token_ = piece.first_tile * Tile::TOKENS;
+    num_tokens_ = visible_tokens(p, piece);
+    look_up();
   }
 
-  // Starts the next tile on its way to stage `stage`; always commits a group.
-  __device__ void load(int stage) {
-    if (left_ > 0) {
-      if (left_ % 2 == 0) {
-        next_tile(stage);
-        copy(stage, p_.key_cache);
-      } else {
-        copy(stage, p_.value_cache);
+  __device__ int item() const { return item_; }
+
+  // Loads the tile to its stage; afterwards the next one is `step` tiles later.
+  __device__ void load(char *tile, uint64_t *full, uint32_t *valid, int step) {
+    const int lane = threadIdx.x % 32, first_row = lane / Tile::CHUNKS, chunk = lane % Tile::CHUNKS;
+    const ddt_cuda_view &cache = item_ % 2 == 0 ? p_.key_cache : p_.value_cache;
+    const T *head = static_cast<const T *>(cache.data) + kv_head_ * cache.strides[1] + chunk * 8;
+    const int left = num_tokens_ - (first_token_ + item_ / 2 * Tile::TOKENS);
+    const int64_t step_bytes = ROWS * cache.strides[2];
+    uint32_t bits[Tile::WORDS] = {};
+#pragma unroll
+    for (int g = 0; g < GRANULES; g++) {
+      const int block = __shfl_sync(FULL_WARP, block_, g), offset = __shfl_sync(FULL_WARP, offset_, g);
+      const bool exists = block >= 0 && block < p_.num_blocks;
+      const int count = exists ? min(max(left - g * GRANULE, 0), GRANULE) : 0;
+      bits[g / 2] |= ((1u << count) - 1) << (g % 2 * GRANULE);
+      const T *source = head + (exists ? block : 0) * cache.strides[0] + (offset + first_row) * cache.strides[2];
+#pragma unroll
+      for (int row = 0; row < GRANULE; row += ROWS) {
+        copy_async_16(Tile::chunk(tile, g * GRANULE + row + first_row, chunk), source, row + first_row < count);
+        source += step_bytes;
       }
-      left_--;
     }
-    copy_async_commit();
+    if (lane == 0) {
+#pragma unroll
+      for (int w = 0; w < Tile::WORDS; w++) valid[w] = bits[w];
+      barrier_arrive(full);
+    }
+    barrier_arrive_after_copies(full);
+    item_ += step;
+    look_up();
   }
 
  private:
-  // Asks for the blocks of a tile, which arrive while another tile is loaded.
-  __device__ void look_up(int tokens) {
-    const int32_t *table = static_cast<const int32_t *>(p_.block_table.data) + request_ * p_.block_table.strides[0];
-#pragma unroll
-    for (int g = 0; g < GRANULES; g++) {
-      next_offset_[g] = cursor_;
-      next_block_[g] = g * GRANULE < tokens ? table[index_ * p_.block_table.strides[1]] : -1;
-      cursor_ += GRANULE;
-      if (cursor_ == p_.block_size) {
-        cursor_ = 0;
-        index_++;
-      }
-    }
-  }
-
-  __device__ void next_tile(int stage) {
-    uint32_t valid[Tile::WORDS] = {};
-#pragma unroll
-    for (int g = 0; g < GRANULES; g++) {
-      block_[g] = next_block_[g] < p_.num_blocks ? next_block_[g] : -1;
-      offset_[g] = next_offset_[g];
-      const int count = block_[g] < 0 ? 0 : min(max(tokens_left_ - g * GRANULE, 0), GRANULE);
-      valid[g / 2] |= ((1u << count) - 1) << (g % 2 * GRANULE);
-    }
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int w = 0; w < Tile::WORDS; w++) valid_[stage][w] = valid[w];
-    }
-    tokens_left_ -= Tile::TOKENS;
-    look_up(left_ > 2 ? tokens_left_ : 0);
-  }
-
-  __device__ void copy(int stage, const ddt_cuda_view &cache) {
-    char *tile = ring_ + stage * Tile::BYTES;
-    const int64_t token_stride = cache.strides[2];
-    const int first_row = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
-    const int rows = blockDim.x / Tile::CHUNKS;  // per step
-    const T *head = static_cast<const T *>(cache.data) + kv_head_ * cache.strides[1] + chunk * 8;
-#pragma unroll
-    for (int g = 0; g < GRANULES; g++) {
-      // tokens_left_ is that of the next tile
-      const int count = block_[g] < 0 ? 0 : tokens_left_ + Tile::TOKENS - g * GRANULE;
-      const T *source = head + max(block_[g], 0) * cache.strides[0] + (offset_[g] + first_row) * token_stride;
-#pragma unroll
-      for (int step = 0; step < STEPS; step++) {
-        const int row = first_row + step * rows;
-        if (row < GRANULE) copy_async_16(Tile::chunk(tile, g * GRANULE + row, chunk), source, row < count);
-        source += rows * token_stride;
-      }
+  __device__ void look_up() {
+    const int lane = threadIdx.x % 32;
+    const int token = first_token_ + item_ / 2 * Tile::TOKENS + lane * GRANULE;
+    const int index = token / p_.block_size;
+    offset_ = token - index * p_.block_size;
+    block_ = -1;
+    if (item_ < num_items_ && lane < GRANULES && token < num_tokens_) {
+      const int32_t *table = static_cast<const int32_t *>(p_.block_table.data) + request_ * p_.block_table.strides[0];
+      block_ = table[index * p_.block_table.strides[1]];
     }
   }
 
   const Params &p_;
-  char *ring_;
-  uint32_t (*valid_)[Tile::WORDS];
   int request_, kv_head_;
-  int left_;            // K and V tiles that are still to be loaded
-  int tokens_left_;     // from the next K tile on
-  int index_, cursor_;  // block of the table and place in it of the next granule to look up
-  int block_[GRANULES], offset_[GRANULES];
-  int next_block_[GRANULES], next_offset_[GRANULES];
+  int item_, num_items_;
+  int first_token_, num_tokens_;
+  int block_, offset_;  // of granule `lane` of the tile
 };
 
 // Each warp loads the lines that it works on.
@@ -216,9 +225,8 @@ struct Lines {
   }
 
   // Scores of a K tile, and with them the weights of its V tile.
-  // `meanwhile` runs while the tensor cores are busy.
-  template <typename Mask, typename Meanwhile>
-  __device__ void attend_keys(const Params &p, char *queries, char *keys, bool masked, Mask mask, Meanwhile meanwhile) {
+  template <typename Mask>
+  __device__ void attend_keys(const Params &p, char *queries, char *keys, bool masked, Mask mask) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[Tile::TOKENS / 8][4] = {};
     // rows of both tiles: their number % 8 is that of the lane
@@ -228,7 +236,6 @@ struct Lines {
     const int query_chunk = lane / 16, key_chunk = lane / 8 % 2, flip = lane % 8;
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
-      if (k == 2) meanwhile();
       uint32_t a[4];
       load_matrix_x4(a, query + (k / 4 * 8 + ((k % 4 * 2 + query_chunk) ^ flip)) * 16);
 #pragma unroll
@@ -272,8 +279,7 @@ struct Lines {
   }
 
   // Adds the weighted values of a V tile.
-  template <typename Meanwhile>
-  __device__ void attend_values(char *values, Meanwhile meanwhile) {
+  __device__ void attend_values(char *values) {
     const int lane = threadIdx.x % 32;
     const char *value = values + lane % 16 * Tile::ROW_BYTES;
     const int value_chunk = lane / 16, flip = lane % 8;
@@ -281,7 +287,6 @@ struct Lines {
     for (int k = 0; k < Tile::TOKENS / 16; k++) {
 #pragma unroll
       for (int n = 0; n < DIM / 16; n++) {
-        if (k == 0 && n == 2) meanwhile();
         uint32_t b[4];
         load_matrix_x4_transposed(
             b, value + k * 16 * Tile::ROW_BYTES + (n / 4 * 8 + ((n % 4 * 2 + value_chunk) ^ flip)) * 16);
@@ -367,46 +372,41 @@ struct Lines {
   }
 };
 
-template <int PENDING_MAX>
-__device__ __forceinline__ void wait_for_stage(int stages) {
-  switch (stages) {
-    case 2: copy_async_wait<0>(); break;
-    case 3: copy_async_wait<1>(); break;
-    default: copy_async_wait<PENDING_MAX>();
-  }
-}
-
 // A weight of 0 does not keep NaN and infinity out of a sum. So the tokens of a V tile with such an element are taken
-// out of the tile, and added from global memory to the lines that see them. Called by the whole CTA;
-// `tokens` is a bit per token, cleared by an earlier step.
+// out of the tile, and added from global memory to the lines that see them. Called by the whole CTA; `tokens` has
+// room for a bit per token.
 template <typename T, int DIM>
 __device__ void keep_out_nonfinite(const Params &p, const Piece &piece, int first_token, char *values, uint32_t *tokens,
                                    bool has_lines, Lines<T, DIM> &lines) {
   using Tile = Tiles<DIM>;
+  const int threads = blockDim.x;
   constexpr int CHUNKS = Tile::TOKENS * Tile::CHUNKS;
-  for (int i = threadIdx.x; i < CHUNKS; i += blockDim.x) {
+  const auto is_out = [&](int i) {
     const uint4 x = reinterpret_cast<const uint4 *>(values)[i];
-    if (not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w)) {
-      const int token = i / Tile::CHUNKS;
-      atomicOr(&tokens[token / 32], 1u << token % 32);
+    return not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w);
+  };
+  bool any = false;
+  for (int i = threadIdx.x; i < CHUNKS; i += threads) any |= is_out(i);
+  if (!__syncthreads_or(any)) return;
+  if (threadIdx.x < Tile::WORDS) tokens[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < CHUNKS; i += threads) {
+    const int token = i / Tile::CHUNKS;
+    if (is_out(i)) atomicOr(&tokens[token / 32], 1u << token % 32);
+  }
+  __syncthreads();
+  const auto is_set = [&](int token) { return (tokens[token / 32] >> token % 32 & 1) != 0; };
+  for (int i = threadIdx.x; i < CHUNKS; i += threads) {
+    if (is_set(i / Tile::CHUNKS)) reinterpret_cast<uint4 *>(values)[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (has_lines) {
+    for (int token = 0; token < Tile::TOKENS; token++) {
+      if (!is_set(token)) continue;
+      const CachePlace place = find_token(p, piece.request_index, first_token + token, piece.request.num_tokens);
+      lines.attend_value(token, static_cast<const T *>(p.value_cache.data) + place.of(p.value_cache, piece.kv_head));
     }
   }
   __syncthreads();
-  uint32_t any = 0;
-#pragma unroll
-  for (int w = 0; w < Tile::WORDS; w++) any |= tokens[w];
-  if (any == 0) return;
-  const auto is_out = [&](int token) { return (tokens[token / 32] >> token % 32 & 1) != 0; };
-  for (int i = threadIdx.x; i < CHUNKS; i += blockDim.x) {
-    if (is_out(i / Tile::CHUNKS)) reinterpret_cast<uint4 *>(values)[i] = make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  if (!has_lines) return;
-  for (int token = 0; token < Tile::TOKENS; token++) {
-    if (!is_out(token)) continue;
-    const CachePlace place = find_token(p, piece.request_index, first_token + token, piece.request.num_tokens);
-    lines.attend_value(token, static_cast<const T *>(p.value_cache.data) + place.of(p.value_cache, piece.kv_head));
-  }
 }
 
 // Writes the lines of this warp: to `out` if they have seen all that they see, else as a partial result.
@@ -444,65 +444,75 @@ template <typename T, int DIM>
 __device__ void attend(const Params &p) {
   using Tile = Tiles<DIM>;
   extern __shared__ __align__(128) char shared[];
+  __shared__ uint64_t full[DDT_CUDA_TREE_ATTENTION_MAX_STAGES], empty[DDT_CUDA_TREE_ATTENTION_MAX_STAGES];
   __shared__ uint32_t valid[DDT_CUDA_TREE_ATTENTION_MAX_STAGES][Tile::WORDS];
   __shared__ uint32_t nonfinite[Tile::WORDS];
-  char *queries = shared, *ring = shared + p.tile_rows * Tile::ROW_BYTES;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  char *queries = shared, *tiles = shared + p.tile_rows * Tile::ROW_BYTES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, ahead = p.stages - 1;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < p.stages; stage++) {
+      barrier_init(&full[stage], 33);  // the copies of 32 lanes, and what lane 0 stores
+      barrier_init(&empty[stage], warps);
+    }
+  }
+  __syncthreads();
 
   Pieces pieces(p);
   Piece piece;
+  Place place = {0, 0};  // of the tile that this warp reads next
   while (pieces.next(piece)) {
+    const int num_items = 2 * (piece.last_tile - piece.first_tile);
+    Loader<T, DIM> loader(p, piece, warp);
+    const auto load = [&](Place to) {
+      barrier_wait(&empty[to.stage], to.phase ^ 1);
+      loader.load(tiles + to.stage * Tile::BYTES, &full[to.stage], valid[to.stage], warps);
+    };
+    while (loader.item() < min(ahead, num_items)) load(place.plus(loader.item(), p.stages));
     load_queries<T, DIM>(p, piece, queries);
-    Loader<T, DIM> loader(p, piece, ring, valid);
-    for (int stage = 0; stage < p.stages - 1; stage++) loader.load(stage);
+    copy_async_commit();
 
     const int mask_free = shared_tokens(p, piece);
     const int first_line = piece.first_line + warp * 16 + lane / 4;
     const bool has_lines = warp * 16 < p.tile_rows && piece.first_line + warp * 16 < piece.request.num_lines;
     Lines<T, DIM> lines;
-    int stage = 0;
-    const auto advance = [&] {
-      wait_for_stage<DDT_CUDA_TREE_ATTENTION_MAX_STAGES - 2>(p.stages);
-      __syncthreads();
+    int item = 0;
+    const auto arrive = [&] {
+      if (item + ahead == loader.item() && loader.item() < num_items) load(place.plus(ahead, p.stages));
+      barrier_wait(&full[place.stage], place.phase);
     };
-    const auto load = [&] { loader.load(stage == 0 ? p.stages - 1 : stage - 1); };
-    const auto leave = [&] { stage = stage + 1 == p.stages ? 0 : stage + 1; };
-
+    const auto leave = [&] {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&empty[place.stage]);
+      place = place.plus(1, p.stages);
+      item++;
+    };
+    copy_async_wait<0>();
+    __syncwarp();
     for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
       const int token = tile * Tile::TOKENS;
       const bool beyond = token + Tile::TOKENS > mask_free;
-      advance();
-      bool masked = beyond;
-      uint32_t present[Tile::WORDS];
-#pragma unroll
-      for (int w = 0; w < Tile::WORDS; w++) {
-        present[w] = valid[stage][w];
-        masked |= present[w] != ~0u;
-      }
-      if (threadIdx.x < Tile::WORDS) nonfinite[threadIdx.x] = 0;
+      arrive();
       if (has_lines) {
-        const auto mask = [&](int half, int w) {
+        bool masked = beyond;
+        uint32_t present[Tile::WORDS];
+#pragma unroll
+        for (int w = 0; w < Tile::WORDS; w++) {
+          present[w] = valid[place.stage][w];
+          masked |= present[w] != ~0u;
+        }
+        lines.attend_keys(p, queries, tiles + place.stage * Tile::BYTES, masked, [&](int half, int w) {
           const Line line(p, piece.request, piece.request_index, first_line + half * 8);
           return line.mask(piece.request, token + 32 * w) & present[w];
-        };
-        lines.attend_keys(p, queries, ring + stage * Tile::BYTES, masked, mask, load);
-      } else {
-        load();
+        });
       }
       leave();
 
-      advance();
-      char *values = ring + stage * Tile::BYTES;
+      arrive();
+      char *values = tiles + place.stage * Tile::BYTES;
       if (beyond) keep_out_nonfinite<T, DIM>(p, piece, token, values, nonfinite, has_lines, lines);
-      if (has_lines) {
-        lines.attend_values(values, load);
-      } else {
-        load();
-      }
+      if (has_lines) lines.attend_values(values);
       leave();
     }
-    // the next piece's queries and tiles overwrite this one's
-    __syncthreads();
     let_next_kernel_start();
     store(p, piece, lines, first_line);
   }
@@ -654,6 +664,8 @@ __device__ void combine(const Params &p) {
   if (r < 0) return;
   const Request request = load_request(p, r);
   if (request.num_lines == 0) return;
+  // what was read so far are inputs of the call, which the attend kernel does not write either
+  wait_for_previous_kernel();
   const int q = row - request.first_row;
   const bool idle = q * p.group >= request.num_lines;
   const Schedule schedule = {p.schedule[p.tree.num_reqs], static_cast<int>(p.schedule[p.tree.num_reqs + 1])};
@@ -742,6 +754,5 @@ DDT_ATTEND_ANY(256)
 
 extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 4)
     ddt_tree_attention_combine(const __grid_constant__ ddt_cuda_tree_attention p) {
-  ddt::wait_for_previous_kernel();
   ddt::tree_attention::combine(p);
 }

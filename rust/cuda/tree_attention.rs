@@ -24,7 +24,7 @@ use crate::tree_attention::{Dims, Tensors};
 
 /// Fewest KV tiles that are worth a CTA: what another CTA saves in time, the combine kernel pays
 /// for its partial result.
-const MIN_TILES: u32 = 4;
+const MIN_TILES: u32 = 2;
 /// About as many CTAs of the combine kernel as run at a time; with more rows than these, a CTA takes
 /// several heads of a row.
 const COMBINE_CTAS: u32 = 2048;
