@@ -28,8 +28,21 @@ __device__ __forceinline__ float exp_spec(float t) {
   return t >= -87.0f ? __fmul_rn(p, power) : 0.0f;
 }
 
+// a / b as ln_spec needs it, correctly rounded: b is in [1, 4), |a| at most 1, both have at most 25
+// significant bits. Newton's method for the reciprocal, then one correction by the remainder
+// (P. Markstein, IBM J. Res. Dev. 34(1), 1990). The general division is a call, before which
+// registers are spilled.
+__device__ __forceinline__ double divide(double a, double b) {
+  double r;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(r) : "d"(b));
+#pragma unroll
+  for (int step = 0; step < 3; ++step) r = __fma_rn(r, __fma_rn(-b, r, 1.0), r);
+  const double q = __dmul_rn(a, r);
+  return __fma_rn(r, __fma_rn(-b, q, a), q);
+}
+
 // ln_spec, for s >= 1
-__device__ inline double ln_spec(float s) {
+__device__ __forceinline__ double ln_spec(float s) {
   const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(static_cast<double>(s)));
   double k = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
   double m = __longlong_as_double(static_cast<int64_t>((bits & ((1ull << 52) - 1)) | 0x3ff0000000000000ull));
@@ -37,7 +50,7 @@ __device__ inline double ln_spec(float s) {
     m = __dmul_rn(m, 0.5);
     k = __dadd_rn(k, 1.0);
   }
-  const double z = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
+  const double z = divide(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
   const double w = __dmul_rn(z, z);
   double p = 1.0 / 23.0;
   constexpr double INVERSES[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,

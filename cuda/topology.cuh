@@ -10,31 +10,39 @@ namespace ddt {
 constexpr int MAX_NODES = DDT_CUDA_MAX_NODES;
 constexpr int MAX_PATH = DDT_CUDA_MAX_DEPTH + 1;
 
+// Stands for the parent of the root: the last of 256 nodes has no children.
+constexpr uint32_t NO_NODE = MAX_NODES - 1;
+
 // One tree in shared memory. The caller fills the first four; nodes are in any order in which
 // parents precede their children, node 0 is the root.
 struct Topology {
   int16_t parent[MAX_NODES];
   uint8_t depth[MAX_NODES];
   int32_t token[MAX_NODES];
-  // siblings are ordered by it, ties by index
-  int32_t priority[MAX_NODES];
+  // siblings are ordered by it; all different
+  uint8_t rank[MAX_NODES];
 
-  // size of each subtree, then how far behind its parent a node comes in preorder
+  // size of each subtree
   int32_t size[MAX_NODES];
+  // size, parent and rank of each node in one word, so that a look at all nodes is one load each
+  uint32_t packed[MAX_NODES];
+  // how far behind its parent a node comes in preorder
   int16_t offset[MAX_NODES];
   int16_t first_child[MAX_NODES];
   int16_t next_sibling[MAX_NODES];
   // new index of each node, and the reverse
-  int16_t position[MAX_NODES];
-  int16_t node[MAX_NODES];
+  uint8_t position[MAX_NODES];
+  uint8_t node[MAX_NODES];
   // path of each node by its new index, root first
   uint8_t path[MAX_NODES][MAX_PATH];
 };
 
 // Writes the row of request r, by all threads of the block, of which there are at least MAX_NODES.
-// num_nodes 0 makes it a padding request. `order` gets the old index of each node, unless NULL.
-__device__ inline void write_tree(const ddt_cuda_tree &tree, int r, int num_nodes, Topology &shared,
-                                  int64_t root_position, uint32_t flags, int32_t *order) {
+// num_nodes 0 makes it a padding request. `pop_rank(node)` is what the caller knows a node's
+// priority as; `order` gets the old index of each node, unless NULL.
+template <typename PopRank>
+__device__ __forceinline__ void write_tree(const ddt_cuda_tree &tree, int r, int num_nodes, Topology &shared,
+                                           int64_t root_position, uint32_t flags, PopRank pop_rank, int32_t *order) {
   const int i = threadIdx.x, threads = blockDim.x;
   const bool is_node = i < num_nodes;
   if (is_node) shared.size[i] = 1;
@@ -43,23 +51,23 @@ __device__ inline void write_tree(const ddt_cuda_tree &tree, int r, int num_node
     for (int j = shared.parent[i]; j >= 0; j = shared.parent[j]) atomicAdd(&shared.size[j], 1);
   }
   __syncthreads();
+  const uint32_t parent = is_node && i > 0 ? shared.parent[i] : NO_NODE, rank = is_node ? shared.rank[i] : 0;
+  if (is_node) shared.packed[i] = static_cast<uint32_t>(shared.size[i]) << 16 | parent << 8 | rank;
+  __syncthreads();
   if (is_node) {
-    // all others are looked at: no list of children to build first
-    const int parent = shared.parent[i], priority = shared.priority[i];
-    int offset = 1, first = -1, next = -1;
+    constexpr uint32_t NONE = UINT32_MAX;
+    uint32_t offset = 1, first = NONE, next = NONE;
+#pragma unroll 8
     for (int j = 1; j < num_nodes; ++j) {
-      const int other = shared.priority[j];
-      if (shared.parent[j] == i && (first < 0 || other < shared.priority[first])) first = j;
-      if (shared.parent[j] != parent || j == i || i == 0) continue;
-      if (other < priority || (other == priority && j < i)) {
-        offset += shared.size[j];
-      } else if (next < 0 || other < shared.priority[next]) {
-        next = j;
-      }
+      const uint32_t other = shared.packed[j], other_rank = other & 255, other_parent = other >> 8 & 255;
+      const uint32_t candidate = other_rank << 8 | j;
+      if (other_parent == i) first = min(first, candidate);
+      if (other_parent == parent && other_rank < rank) offset += other >> 16;
+      if (other_parent == parent && other_rank > rank) next = min(next, candidate);
     }
     shared.offset[i] = offset;
-    shared.first_child[i] = first;
-    shared.next_sibling[i] = next;
+    shared.first_child[i] = first == NONE ? -1 : static_cast<int>(first & 255);
+    shared.next_sibling[i] = next == NONE ? -1 : static_cast<int>(next & 255);
   }
   __syncthreads();
   if (is_node) {
@@ -88,7 +96,7 @@ __device__ inline void write_tree(const ddt_cuda_tree &tree, int r, int num_node
     if (tree.next_sibling) tree.next_sibling[row + k] = exists ? renumber(shared.next_sibling[node]) : -1;
     if (tree.subtree_end) tree.subtree_end[row + k] = exists ? k + shared.size[node] : 0;
     if (tree.positions) tree.positions[row + k] = exists ? root_position + shared.depth[node] : 0;
-    if (tree.pop_ranks) tree.pop_ranks[row + k] = exists ? shared.priority[node] : -1;
+    if (tree.pop_ranks) tree.pop_ranks[row + k] = exists ? pop_rank(node) : -1;
     if (order) order[row + k] = exists ? node : -1;
   }
   if (tree.ancestors) {

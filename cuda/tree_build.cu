@@ -161,121 +161,105 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
 
 // ---- the search
 
-// Where the child lists of a request are, as the search reads them: in shared or global memory.
+constexpr uint64_t NO_KEY = UINT64_MAX;
+
+// The child lists of a request: rows of keys, best first, each ended by NO_KEY.
 struct Lists {
   const uint64_t *keys;
   const uint16_t *columns;  // NULL without a lattice
-  int capacity;
-  int per_row;  // lists of each row but the first
+  int pitch;
+  int per_row;  // lists of each depth but the first
 
   __device__ int of(int depth, int column) const { return depth == 0 ? 0 : 1 + (depth - 1) * per_row + column; }
-  // One past the last list of the first `depths` rows.
+  // One past the last list of the first `depths` depths.
   __device__ int end(int depths) const { return depths == 0 ? 0 : 1 + (depths - 1) * per_row; }
 };
 
 struct SearchShared {
   Topology topology;
+  // best child of each node that is not in the tree, 0 for none; see entry_of
+  uint64_t entry[MAX_NODES];
+  int32_t score[MAX_NODES];
   // of each node in the lattice
-  int16_t column[MAX_NODES];
+  uint16_t column[MAX_NODES];
   int num_nodes;
   uint32_t flags;
 };
 
-// The entry of a possible next node: the largest is next. Score, then the earlier parent, then the
-// better sibling; the parent's depth and whether the list ends ride along below.
-__device__ __forceinline__ uint64_t entry_of(int32_t score, int parent, int sibling, int depth) {
-  const uint32_t high = static_cast<uint32_t>(score) - 0x80000000u;
+// A possible next node: the largest is next. Score, then the earlier parent, then the better
+// sibling; the parent's depth rides along below.
+__device__ __forceinline__ uint64_t entry_of(int32_t score, uint64_t key, int parent, int sibling, int depth) {
+  if (key == NO_KEY) return 0;
+  const uint32_t high = static_cast<uint32_t>(extend_path(score, key_score(key))) - 0x80000000u;
   return static_cast<uint64_t>(high) << 32 |
          static_cast<uint32_t>((255 - parent) << 24 | (255 - sibling) << 16 | depth);
 }
 
-// Best-first search by one warp. Each node in the tree has one entry, its best child that is not in
-// the tree; lane l keeps those of nodes l, l + 32, ...
-template <int SLOTS>
-__device__ void search(const ddt_cuda_tree_build &p, int r, const Request &request, const Lists &lists,
-                       const ddt_cuda_child_list *infos, SearchShared &shared) {
+// Best-first search by one warp. Lane l looks after the entries of nodes l, l + 32, ... and keeps
+// the largest in registers. What a step reads follows from the winning entry alone, so that all its
+// loads are in flight at once.
+__device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, const Request &request,
+                                       const Lists &lists, const ddt_cuda_child_list *infos, SearchShared &shared) {
   const int lane = threadIdx.x;
   Topology &tree = shared.topology;
-  uint32_t high[SLOTS], low[SLOTS];
-#pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) high[slot] = low[slot] = 0;
   const int32_t *stops = p.stop_tokens + static_cast<int64_t>(r) * p.max_stop_tokens;
   const int stop_min_depth = p.stop_min_depths ? p.stop_min_depths[r] : 0;
+  const int end = lists.end(request.depth_limit);
   uint32_t flags = 0;
-
-  // Puts the entry of `node` for child `sibling` of list `list` into its lane.
-  const auto offer = [&](int node, int32_t score, int depth, int list, int sibling) {
-    const bool exists = sibling < infos[list].length;
-    uint64_t entry = 0;
-    if (exists) {
-      const int32_t edge = key_score(lists.keys[static_cast<int64_t>(list) * lists.capacity + sibling]);
-      entry = entry_of(extend_path(score, edge), node, sibling, depth);
-    }
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      if (node == slot * 32 + lane) {
-        high[slot] = static_cast<uint32_t>(entry >> 32);
-        low[slot] = static_cast<uint32_t>(entry);
-      }
-    }
-  };
-
+  for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
+  uint64_t best = 0;
   if (lane == 0) {
     tree.parent[0] = -1;
     tree.depth[0] = 0;
     tree.token[0] = p.root_tokens[r];
+    shared.score[0] = 0;
     shared.column[0] = 0;
-    tree.size[0] = 0;  // path score, until the topology needs the array
+    if (request.depth_limit > 0) best = entry_of(0, lists.keys[0], 0, 0, 0);
+    if (request.depth_limit > 0 && best == 0) flags |= FLAG_NO_CANDIDATES;
+    shared.entry[0] = best;
   }
   __syncwarp();
   int num_nodes = 1;
-  if (request.depth_limit > 0) {
-    const int end = lists.end(request.depth_limit);
-    for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
-    flags = __reduce_or_sync(FULL_WARP, flags);
-    if (infos[0].length == 0) flags |= FLAG_NO_CANDIDATES;
-    offer(0, 0, 0, 0, 0);
-  }
   while (num_nodes <= request.budget) {
-    uint32_t best_high = high[0], best_low = low[0];
-#pragma unroll
-    for (int slot = 1; slot < SLOTS; ++slot) {
-      if (high[slot] > best_high || (high[slot] == best_high && low[slot] > best_low)) {
-        best_high = high[slot];
-        best_low = low[slot];
-      }
-    }
-    const uint32_t top = __reduce_max_sync(FULL_WARP, best_high);
+    const uint32_t high = static_cast<uint32_t>(best >> 32), low = static_cast<uint32_t>(best);
+    const uint32_t top = __reduce_max_sync(FULL_WARP, high);
     if (top == 0) break;
-    const uint32_t place = __reduce_max_sync(FULL_WARP, best_high == top ? best_low : 0);
+    const uint32_t place = __reduce_max_sync(FULL_WARP, high == top ? low : 0);
     const int parent = 255 - static_cast<int>(place >> 24), sibling = 255 - static_cast<int>(place >> 16 & 255);
     const int depth = static_cast<int>(place & 255);
-    const int32_t score = static_cast<int32_t>(top + 0x80000000u);
-    const int list = lists.of(depth, lists.columns ? shared.column[parent] : 0);
-    const int64_t at = static_cast<int64_t>(list) * lists.capacity + sibling;
-    const int token = key_token(lists.keys[at]);
-    const int column = lists.columns ? lists.columns[at] : 0;
-    const int child_column = lists.per_row > 1 ? column : 0;
-    if (infos[list].is_cut && sibling + 1 == infos[list].length) flags |= FLAG_CANDIDATES_EXHAUSTED;
-    if (lane == 0) {
+    const int list = lists.of(depth, lists.per_row > 1 ? shared.column[parent] : 0);
+    const int64_t at = static_cast<int64_t>(list) * lists.pitch + sibling;
+    const uint64_t key = lists.keys[at], next = lists.keys[at + 1];
+    const int32_t score = static_cast<int32_t>(top + 0x80000000u), parent_score = shared.score[parent];
+    const int token = key_token(key), column = lists.per_row > 1 ? lists.columns[at] : 0;
+    bool opens = depth + 1 < request.depth_limit;
+    const uint64_t child =
+        opens ? lists.keys[static_cast<int64_t>(lists.of(depth + 1, column)) * lists.pitch] : NO_KEY;
+    if (opens && p.max_stop_tokens > 0 && token >= 0 && depth + 1 >= stop_min_depth) {
+      bool is_stop = false;
+      for (int i = lane; i < p.max_stop_tokens; i += 32) is_stop |= stops[i] == token;
+      opens = !__any_sync(FULL_WARP, is_stop);
+    }
+    if (next == NO_KEY && infos[list].is_cut) flags |= FLAG_CANDIDATES_EXHAUSTED;
+    if (lane == parent % 32) {
+      shared.entry[parent] = entry_of(parent_score, next, parent, sibling + 1, depth);
+      best = 0;
+      for (int node = lane; node < num_nodes; node += 32) best = max(best, shared.entry[node]);
+    }
+    if (lane == num_nodes % 32) {
+      const uint64_t entry = opens ? entry_of(score, child, num_nodes, 0, depth + 1) : 0;
+      shared.entry[num_nodes] = entry;
+      best = max(best, entry);
       tree.parent[num_nodes] = parent;
       tree.depth[num_nodes] = depth + 1;
       tree.token[num_nodes] = token;
-      tree.size[num_nodes] = score;
-      shared.column[num_nodes] = child_column;
+      shared.score[num_nodes] = score;
+      shared.column[num_nodes] = column;
     }
     __syncwarp();
-    offer(parent, tree.size[parent], depth, list, sibling + 1);
-    if (depth + 1 < request.depth_limit) {
-      bool is_stop = false;
-      if (token >= 0 && depth + 1 >= stop_min_depth) {
-        for (int i = lane; i < p.max_stop_tokens; i += 32) is_stop |= stops[i] == token;
-        is_stop = __any_sync(FULL_WARP, is_stop);
-      }
-      if (!is_stop) offer(num_nodes, score, depth + 1, lists.of(depth + 1, child_column), 0);
-    }
     ++num_nodes;
   }
+  flags = __reduce_or_sync(FULL_WARP, flags);
   if (lane == 0) {
     shared.num_nodes = num_nodes;
     shared.flags = flags;
@@ -283,46 +267,41 @@ __device__ void search(const ddt_cuda_tree_build &p, int r, const Request &reque
 }
 
 // Searches and writes the tree of request r, by all threads of a block.
-__device__ void build(const ddt_cuda_tree_build &p, int r, const Request &request, SearchShared &shared,
-                      uint64_t *dynamic) {
-  if (request.budget < 0) {
-    write_tree(p.tree, r, 0, shared.topology, 0, 0, nullptr);
-    return;
-  }
-  const int num_lists = p.num_rows == 0 ? 0 : 1 + (p.num_rows - 1) * p.lists_per_row;
-  const int64_t first = static_cast<int64_t>(r) * num_lists;
-  Lists lists{p.keys + first * p.list_capacity, p.columns ? p.columns + first * p.list_capacity : nullptr,
-              p.list_capacity, p.lists_per_row};
-  if (p.lists_in_shared && request.depth_limit > 0) {
-    // lists of depths that the tree cannot have are not written, nor read
-    const int used = lists.end(request.depth_limit);
-    const int used_length = min(p.list_capacity, request.max_children);
-    uint16_t *columns = reinterpret_cast<uint16_t *>(dynamic + num_lists * p.list_capacity);
-    for (int i = threadIdx.x; i < used * used_length; i += blockDim.x) {
-      const int at = i / used_length * p.list_capacity + i % used_length;
-      dynamic[at] = __ldcg(lists.keys + at);
-      if (lists.columns) columns[at] = __ldcg(lists.columns + at);
-    }
-    lists.keys = dynamic;
-    if (lists.columns) lists.columns = columns;
-  }
+__device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const Request &request,
+                                      SearchShared &shared, uint64_t *dynamic) {
   __shared__ ddt_cuda_child_list infos[DDT_CUDA_MAX_DEPTH];
-  const ddt_cuda_child_list *all = p.lists + first;
-  if (p.lists_per_row == 1) {
-    for (int i = threadIdx.x; i < request.depth_limit; i += blockDim.x) infos[i] = all[i];
-    all = infos;
-  }
-  for (int i = threadIdx.x; i < MAX_NODES; i += blockDim.x) shared.topology.priority[i] = i;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    if (request.budget < 64) {
-      search<2>(p, r, request, lists, all, shared);
-    } else {
-      search<8>(p, r, request, lists, all, shared);
+  if (request.budget >= 0) {
+    const int num_lists = p.num_rows == 0 ? 0 : 1 + (p.num_rows - 1) * p.lists_per_row;
+    const int64_t first = static_cast<int64_t>(r) * num_lists;
+    const int pitch = p.list_capacity + 1;
+    Lists lists{p.keys + first * pitch, p.columns ? p.columns + first * pitch : nullptr, pitch, p.lists_per_row};
+    if (p.lists_in_shared) {
+      // lists of depths that the tree cannot have are not written, nor read
+      const int used = lists.end(request.depth_limit), used_pitch = min(p.list_capacity, request.max_children) + 1;
+      uint16_t *columns = reinterpret_cast<uint16_t *>(dynamic + num_lists * pitch);
+      for (int i = threadIdx.x; i < used * used_pitch; i += blockDim.x) {
+        const int at = i / used_pitch * pitch + i % used_pitch;
+        dynamic[at] = __ldcg(lists.keys + at);
+        if (lists.columns) columns[at] = __ldcg(lists.columns + at);
+      }
+      lists.keys = dynamic;
+      if (lists.columns) lists.columns = columns;
     }
+    const ddt_cuda_child_list *all = p.lists + first;
+    if (p.lists_per_row == 1) {
+      for (int i = threadIdx.x; i < request.depth_limit; i += blockDim.x) infos[i] = all[i];
+      all = infos;
+    }
+    if (threadIdx.x < MAX_NODES) shared.topology.rank[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    if (threadIdx.x < 32) search(p, r, request, lists, all, shared);
+  } else if (threadIdx.x == 0) {
+    shared.num_nodes = 0;
+    shared.flags = 0;
   }
   __syncthreads();
-  write_tree(p.tree, r, shared.num_nodes, shared.topology, p.root_positions[r], shared.flags, nullptr);
+  const auto pop_rank = [](int node) { return node; };
+  write_tree(p.tree, r, shared.num_nodes, shared.topology, p.root_positions[r], shared.flags, pop_rank, nullptr);
 }
 
 // ---- from logits: the child list of each depth
@@ -349,7 +328,7 @@ struct SelectShared {
 };
 
 // Keeps the best `count` of the `size` distinct keys of the buffer, sorted.
-__device__ void keep_best(uint64_t *buffer, int size, int count) {
+__device__ __forceinline__ void keep_best(uint64_t *buffer, int size, int count) {
   uint64_t keys[BUFFER / SELECT_THREADS];
   int ranks[BUFFER / SELECT_THREADS];
 #pragma unroll
@@ -388,7 +367,7 @@ struct Row {
 
 // The list of one depth, into the workspace: rust/scores.rs, RowSummary.
 template <typename T>
-__device__ void select_row(const ddt_cuda_tree_build &p, int r, int depth, const Request &request,
+__device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, int depth, const Request &request,
                            SelectShared &shared) {
   const int i = threadIdx.x, lane = i % 32, warp = i / 32;
   const int64_t task = static_cast<int64_t>(r) * p.num_rows + depth;
@@ -504,65 +483,64 @@ __device__ void select_row(const ddt_cuda_tree_build &p, int r, int depth, const
   const ddt_cuda_view &view = p.logits;
   const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1], view.strides[2],
                    static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
-  if (num_hits <= MAX_HITS) {
-    // a warp per block of ids, some at a time so that their loads overlap
-    constexpr int AT_ONCE = 4;
-    for (int hit = warp; hit < num_hits; hit += SELECT_WARPS * AT_ONCE) {
-      float x[AT_ONCE][2];
-      uint32_t token[AT_ONCE];
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) {
-        const int at = hit + k * SELECT_WARPS;
-        token[k] = at < num_hits ? shared.hits[at] * BLOCK + lane : row.vocab;
-        x[k][0] = row.x(token[k]);
-        x[k][1] = row.x(token[k] + 32);
-      }
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!qualifies(x[k][half]) || x[k][half] == -INFINITY) continue;
-          const int32_t score = edge_score(x[k][half], ln_z);
-          const uint32_t at = atomicAdd(&shared.num_keys, 1u);
-          if (at < BUFFER) shared.buffer[at] = candidate_key(score, token[k] + half * 32);
-        }
-      }
-    }
-  }
-  __syncthreads();
-  int num_keys = shared.num_keys;
-  if (num_hits > MAX_HITS || num_keys > BUFFER) {
-    // many ties: blocks in ascending order, cut after each round. Later ids lose ties.
-    int kept = 0;
-    int32_t needed = worst;
-    for (int start = 0; start < p.num_blocks; start += BLOCKS_PER_ROUND) {
-      __syncthreads();
-      if (i == 0) shared.num_keys = kept;
-      __syncthreads();
+  // First all blocks that can have a candidate; if those are too many, then all blocks in
+  // ascending order, and the buffer is cut after each round. There later ids lose ties.
+  bool in_rounds = num_hits > MAX_HITS;
+  int num_keys = 0, start = 0;
+  int32_t needed = worst;
+  while (true) {
+    if (in_rounds) {
       const uint32_t token = static_cast<uint32_t>(start) * BLOCK + i;
       const float x = row.x(token);
       const int32_t score = x > -INFINITY ? edge_score(x, ln_z) : MIN_SCORE;
       if (x > -INFINITY && score >= needed) {
         shared.buffer[atomicAdd(&shared.num_keys, 1u)] = candidate_key(score, token);
       }
-      __syncthreads();
-      const int size = shared.num_keys;
-      if (size == kept) continue;
-      keep_best(shared.buffer, size, want);
-      kept = min(size, want);
-      if (kept == want) {
-        const int32_t last = key_score(shared.buffer[want - 1]);
-        if (last == 0) break;
-        needed = last + 1;
+      start += BLOCKS_PER_ROUND;
+    } else {
+      // a warp per block of ids, two at a time so that their loads overlap
+      for (int hit = warp; hit < num_hits; hit += 2 * SELECT_WARPS) {
+        const bool has_second = hit + SELECT_WARPS < num_hits;
+        uint32_t tokens[4];
+        float x[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t block = shared.hits[k < 2 || has_second ? hit + k / 2 * SELECT_WARPS : hit];
+          tokens[k] = block * BLOCK + k % 2 * 32 + lane;
+          x[k] = k < 2 || has_second ? row.x(tokens[k]) : -INFINITY;
+        }
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k) {
+          const float candidate = k == 0 ? x[0] : k == 1 ? x[1] : k == 2 ? x[2] : x[3];
+          if (candidate == -INFINITY || candidate < floor_x) continue;
+          const int32_t score = edge_score(candidate, ln_z);
+          if (score < worst) continue;
+          const uint32_t at = atomicAdd(&shared.num_keys, 1u);
+          const uint32_t token = k == 0 ? tokens[0] : k == 1 ? tokens[1] : k == 2 ? tokens[2] : tokens[3];
+          if (at < BUFFER) shared.buffer[at] = candidate_key(score, token);
+        }
       }
     }
-    num_keys = kept;
-  } else {
-    keep_best(shared.buffer, num_keys, want);
-    num_keys = min(num_keys, want);
+    __syncthreads();
+    const int size = shared.num_keys;
+    const bool overflows = size > BUFFER;
+    if (!overflows && size > num_keys) keep_best(shared.buffer, size, want);
+    if (!in_rounds && !overflows) {
+      num_keys = min(size, want);
+      break;
+    }
+    if (in_rounds && size > num_keys) {
+      num_keys = min(size, want);
+      if (num_keys == want) needed = key_score(shared.buffer[want - 1]) + 1;
+    }
+    in_rounds = true;
+    if (start >= p.num_blocks || needed > 0) break;
+    __syncthreads();
+    if (i == 0) shared.num_keys = num_keys;
+    __syncthreads();
   }
-  uint64_t *keys = p.keys + task * p.list_capacity;
-  for (int k = i; k < num_keys; k += SELECT_THREADS) keys[k] = shared.buffer[k];
+  uint64_t *keys = p.keys + task * (p.list_capacity + 1);
+  for (int k = i; k <= num_keys; k += SELECT_THREADS) keys[k] = k < num_keys ? shared.buffer[k] : NO_KEY;
   if (i == 0) {
     p.lists[task] = {num_keys, limit < request.max_children && num_usable > static_cast<uint32_t>(limit),
                      static_cast<int32_t>(shared.has_nonfinite), 0};
@@ -675,26 +653,27 @@ __device__ __forceinline__ void make_list(const ddt_cuda_tree_build &p) {
   for (int column = i; column < width; column += LISTS_THREADS) {
     keys[column] = xs[column] > -INFINITY
                        ? candidate_key(edge_score(xs[column], ln_z), static_cast<uint32_t>(token_of(depth, column)))
-                       : UINT64_MAX;
+                       : NO_KEY;
   }
   __syncthreads();
-  const int length = min(min(num_usable, request.max_children), p.list_capacity);
+  const int length = min(min(num_usable, request.max_children), p.list_capacity), pitch = p.list_capacity + 1;
   const int num_lists = 1 + (p.num_rows - 1) * p.lists_per_row;
   const int64_t list =
       static_cast<int64_t>(r) * num_lists + (depth == 0 ? 0 : 1 + (depth - 1) * p.lists_per_row + parent);
   for (int column = i; column < width; column += LISTS_THREADS) {
     const uint64_t key = keys[column];
-    if (key == UINT64_MAX) continue;
+    if (key == NO_KEY) continue;
     // ties only between equal tokens, which the caller promised not to give
     int rank = 0;
     for (int other = 0; other < width; ++other) {
       rank += keys[other] < key || (keys[other] == key && other < column);
     }
     if (rank < length) {
-      p.keys[list * p.list_capacity + rank] = key;
-      p.columns[list * p.list_capacity + rank] = static_cast<uint16_t>(column);
+      p.keys[list * pitch + rank] = key;
+      p.columns[list * pitch + rank] = static_cast<uint16_t>(column);
     }
   }
+  if (i == 0) p.keys[list * pitch + length] = NO_KEY;
   if (i == 0) p.lists[list] = {length, num_usable == width && width < request.max_children, has_nonfinite, 0};
 }
 
@@ -715,19 +694,19 @@ extern "C" __global__ void __launch_bounds__(SUMMARIZE_THREADS)
     ddt_tree_build_summarize_bf16(const __grid_constant__ ddt_cuda_tree_build p) {
   summarize<__nv_bfloat16>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     ddt_tree_build_select_f32(const __grid_constant__ ddt_cuda_tree_build p) {
   select<float>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     ddt_tree_build_select_f16(const __grid_constant__ ddt_cuda_tree_build p) {
   select<__half>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     ddt_tree_build_select_bf16(const __grid_constant__ ddt_cuda_tree_build p) {
   select<__nv_bfloat16>(p);
 }
-extern "C" __global__ void __launch_bounds__(LISTS_THREADS)
+extern "C" __global__ void __launch_bounds__(LISTS_THREADS, 1)
     ddt_tree_build_lists(const __grid_constant__ ddt_cuda_tree_build p) {
   make_list(p);
 }

@@ -9,7 +9,7 @@ enum {
   DDT_CUDA_TREE_BUILD_CHUNK = 4096,
   DDT_CUDA_TREE_BUILD_BLOCK = 64,
   // the child lists of all depths at the largest budget
-  DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES = DDT_CUDA_MAX_DEPTH * (DDT_CUDA_MAX_NODES - 1) * 8,
+  DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES = DDT_CUDA_MAX_DEPTH * DDT_CUDA_MAX_NODES * 8,
   DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES = DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES,
   // keys of a candidate list while it is sorted
   DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES = 4096 * (8 + 4),
@@ -74,9 +74,10 @@ struct ddt_cuda_tree_build {
   float *block_max;
   // workspace: [R][lists]
   struct ddt_cuda_child_list *lists;
-  // workspace: [R][lists][list_capacity] keys as rust/scores.rs makes them, best first
+  // workspace: [R][lists][list_capacity + 1] keys as rust/scores.rs makes them, best first, then
+  // one of all ones
   uint64_t *keys;
-  // workspace: [R][lists][list_capacity] column of each entry in the lattice
+  // workspace: [R][lists][list_capacity + 1] column of each entry in the lattice
   uint16_t *columns;
   struct ddt_cuda_tree tree;
 };

@@ -736,8 +736,8 @@ const _: () = {
 };
 pub const DDT_CUDA_TREE_BUILD_CHUNK: _bindgen_ty_8 = 4096;
 pub const DDT_CUDA_TREE_BUILD_BLOCK: _bindgen_ty_8 = 64;
-pub const DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES: _bindgen_ty_8 = 65280;
-pub const DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES: _bindgen_ty_8 = 65280;
+pub const DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES: _bindgen_ty_8 = 65536;
+pub const DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES: _bindgen_ty_8 = 65536;
 pub const DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES: _bindgen_ty_8 = 49152;
 pub type _bindgen_ty_8 = ::std::os::raw::c_uint;
 #[repr(C)]

@@ -97,7 +97,7 @@ impl Extents {
 
     /// Bytes of shared memory that all lists of a request take.
     fn list_bytes(&self) -> usize {
-        self.lists() * self.list_capacity * if self.has_columns { 10 } else { 8 }
+        self.lists() * (self.list_capacity + 1) * if self.has_columns { 10 } else { 8 }
     }
 }
 
@@ -133,7 +133,7 @@ impl Offsets {
         let mut workspace = Workspace { bytes: 0 };
         let rows = extents.num_reqs * extents.rows;
         let lists = extents.num_reqs * extents.lists();
-        let entries = lists * extents.list_capacity;
+        let entries = lists * (extents.list_capacity + 1);
         Self {
             arrived: workspace.take::<u32>(extents.num_reqs),
             chunk_max: workspace.take::<f32>(rows * extents.chunks),
