@@ -15,6 +15,7 @@ fn create(change: impl FnOnce(&mut ddt_context_params)) -> ddt_status {
         abi_version: DDT_ABI_VERSION,
         device: DDT_DEVICE_CPU,
         device_index: 0,
+        flags: 0,
     };
     change(&mut params);
     let poison = std::ptr::dangling_mut::<ddt_context>();

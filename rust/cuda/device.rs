@@ -109,10 +109,7 @@ impl PrimaryContext {
         let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let mut handle = null_mut();
         // SAFETY: a valid device, and room for the answer.
-        check(
-            unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut handle, device) },
-            "cuDevicePrimaryCtxRetain",
-        )?;
+        check(unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut handle, device) }, "cuDevicePrimaryCtxRetain")?;
         Ok(Self {
             device,
             handle,
@@ -189,7 +186,9 @@ impl Modules<'_> {
                 let (major, minor) = self.context.compute_capability;
                 Error::new(
                     Status::ArchNotBuilt,
-                    format!("GPU: got compute capability {major}.{minor}, want one that {ARCHS} covers ({error})"),
+                    format!(
+                        "GPU: got compute capability {major}.{minor}, want one that {ARCHS} covers ({error})"
+                    ),
                 )
             }
             _ => error,

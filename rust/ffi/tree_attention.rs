@@ -54,23 +54,23 @@ pub unsafe extern "C" fn ddt_tree_attention(
 unsafe fn run(params: &ddt_tree_attention_params) -> Result<()> {
     // SAFETY: the caller's promise, for every pointer and tensor.
     unsafe {
-    ptr::no_flags(params.flags)?;
-    let (tree, dims) = ptr::tree(params.tree)?;
-    tree_attention(TreeAttention {
-        query: ptr::tensor(&params.query, 3, "query")?,
-        key_cache: ptr::tensor(&params.key_cache, 4, "key_cache")?,
-        value_cache: ptr::tensor(&params.value_cache, 4, "value_cache")?,
-        block_table: ptr::tensor(&params.block_table, 2, "block_table")?,
-        query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
-        prefix_rows: ptr::optional_input(params.prefix_rows, dims.num_reqs, "prefix_rows")?,
-        seq_lens: ptr::input(params.seq_lens, dims.num_reqs, "seq_lens")?,
-        max_nodes: dims.max_nodes,
-        num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
-        ancestor_bits: ptr::input(tree.ancestor_bits, dims.bits_len(), "tree.ancestor_bits")?,
-        softmax_scale: params.softmax_scale,
-        logit_softcap: params.logit_softcap,
-        out: ptr::tensor_mut(&params.out, 3, "out")?,
-    })
+        ptr::no_flags(params.flags)?;
+        let (tree, dims) = ptr::tree(params.tree)?;
+        tree_attention(TreeAttention {
+            query: ptr::tensor(&params.query, 3, "query")?,
+            key_cache: ptr::tensor(&params.key_cache, 4, "key_cache")?,
+            value_cache: ptr::tensor(&params.value_cache, 4, "value_cache")?,
+            block_table: ptr::tensor(&params.block_table, 2, "block_table")?,
+            query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,
+            prefix_rows: ptr::optional_input(params.prefix_rows, dims.num_reqs, "prefix_rows")?,
+            seq_lens: ptr::input(params.seq_lens, dims.num_reqs, "seq_lens")?,
+            max_nodes: dims.max_nodes,
+            num_nodes: ptr::input(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?,
+            ancestor_bits: ptr::input(tree.ancestor_bits, dims.bits_len(), "tree.ancestor_bits")?,
+            softmax_scale: params.softmax_scale,
+            logit_softcap: params.logit_softcap,
+            out: ptr::tensor_mut(&params.out, 3, "out")?,
+        })
     }
 }
 
