@@ -9,6 +9,9 @@ import abi
 import pytest
 import torch
 
+# small tensors: threads would wait for each other
+torch.set_num_threads(1)
+
 HEAD, WINDOW = 128, 3
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CACHES = (*FLOATS, torch.uint8, torch.int64)
@@ -405,7 +408,8 @@ def test_states_do_not_drift(rng, decay):
     # by the hundredth round as much is forgotten as is added
     third, fourth = max(errors[200:300]), max(errors[300:])
     print(f"relative error: first {errors[0]:.2e}, rounds 100 to 150 {third:.2e}, to 200 {fourth:.2e}")
-    assert errors[0] < 1e-6 and max(errors) < 2e-6 and fourth < 1.5 * third
+    # with hardly any decay each token's rounding stays for hundreds of tokens
+    assert errors[0] < 1e-6 and max(errors) < 1e-5 and fourth < 2 * third
 
 
 def small(rng: random.Random) -> Case:
