@@ -20,6 +20,8 @@ enum {
   DDT_CUDA_TREE_ATTENTION_MAX_STAGES = 4,
   // Query tile and KV tiles: 128 lines of 256 bf16 and two tiles of 32 tokens.
   DDT_CUDA_TREE_ATTENTION_SHARED_BYTES = 98304,
+  // The kernel that adds up partial results has none.
+  DDT_CUDA_TREE_ATTENTION_COMBINE_SHARED_BYTES = 0,
   // Lines and tokens of a tile of the kernels for every dtype and stride.
   DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_ROWS = 32,
   DDT_CUDA_TREE_ATTENTION_GENERIC_TILE_TOKENS = 32,
