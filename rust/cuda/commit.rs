@@ -204,13 +204,13 @@ impl Shape {
         let kernels = &device.kernels().commit;
         let replay = Launch {
             grid: [self.replay_blocks() as u32, self.num_gdn_layers as u32, 1],
-            block: DDT_CUDA_COMMIT_REPLAY_THREADS as u32,
+            block: DDT_CUDA_COMMIT_REPLAY_THREADS,
             shared_bytes: 0,
             overlaps_previous: false,
         };
         let shift = Launch {
             grid: [self.shift_blocks() as u32, (self.num_gdn_layers + self.num_kv_layers) as u32, 1],
-            block: DDT_CUDA_COMMIT_SHIFT_THREADS as u32,
+            block: DDT_CUDA_COMMIT_SHIFT_THREADS,
             shared_bytes: 0,
             overlaps_previous: self.num_gdn_layers > 0,
         };
@@ -271,11 +271,10 @@ fn cache(name: &str, tensor: &TensorRef<'_>) -> Result<ddt_cuda_commit_cache> {
 /// these are not contiguous.
 fn unit_bytes(tensor: &TensorRef<'_>) -> usize {
     let size = tensor.dtype().size();
-    let (&last_stride, strides) = tensor.strides().split_last().expect("a tensor has axes");
-    if last_stride != 1 {
+    let ([.., last], Some((&1, strides))) = (tensor.shape(), tensor.strides().split_last()) else {
         return size;
-    }
-    let row_bytes = tensor.shape().last().expect("a tensor has axes") * size;
+    };
+    let row_bytes = last * size;
     let offsets = strides
         .iter()
         .fold(row_bytes | tensor.data() as usize, |bits, stride| bits | stride.wrapping_mul(size));

@@ -221,23 +221,14 @@ impl Loader<'_> {
         };
         let mut function = null_mut();
         // SAFETY: a loaded module, a C string, and room for the answer.
-        check(
-            unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, c_name.as_ptr()) },
-            &format!("cuModuleGetFunction({name})"),
-        )?;
+        let result = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, c_name.as_ptr()) };
+        check(result, &format!("cuModuleGetFunction({name})"))?;
         let available = self.context.shared_bytes_per_block;
         let mut fixed: c_int = 0;
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: a valid function, and room for the answer.
-        check(
-            unsafe {
-                sys::cuFuncGetAttribute(
-                    &raw mut fixed,
-                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-                    function,
-                )
-            },
-            "cuFuncGetAttribute",
-        )?;
+        let result = unsafe { sys::cuFuncGetAttribute(&raw mut fixed, attribute, function) };
+        check(result, "cuFuncGetAttribute")?;
         let needed = max_dynamic_shared_bytes + fixed.unsigned_abs();
         if needed > available {
             bail!(
@@ -247,10 +238,9 @@ impl Loader<'_> {
         }
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: a valid function; the limit was checked.
-        check(
-            unsafe { sys::cuFuncSetAttribute(function, attribute, max_dynamic_shared_bytes as c_int) },
-            &format!("cuFuncSetAttribute({name})"),
-        )?;
+        let result =
+            unsafe { sys::cuFuncSetAttribute(function, attribute, max_dynamic_shared_bytes as c_int) };
+        check(result, &format!("cuFuncSetAttribute({name})"))?;
         Ok(Kernel::new(name, function, max_dynamic_shared_bytes))
     }
 }

@@ -33,7 +33,7 @@ pub(crate) struct Kernels {
 impl Kernels {
     pub(super) fn load(loader: &Loader<'_>) -> Result<Self> {
         let prepare = |name| loader.kernel(name, 0);
-        let solve = |name| loader.kernel(name, params::DDT_CUDA_GDN_VERIFY_SHARED_BYTES as u32);
+        let solve = |name| loader.kernel(name, params::DDT_CUDA_GDN_VERIFY_SHARED_BYTES);
         Ok(Self {
             prepare_f32: prepare("ddt_gdn_verify_prepare_f32")?,
             prepare_f16: prepare("ddt_gdn_verify_prepare_f16")?,
@@ -138,14 +138,12 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
         (params::DDT_CUDA_GDN_VERIFY_OUT, &args.out.view(), 2, 4),
     ] {
         if is_vectorizable(tensor, dim, elements) {
-            flags |= bit as u32;
+            flags |= bit;
         }
     }
     let state_bytes = heads.num_v * GDN_HEAD_DIM * GDN_HEAD_DIM * size_of::<f32>();
-    if flags & params::DDT_CUDA_GDN_VERIFY_STATE as u32 != 0
-        && dims.num_reqs * state_bytes <= MAX_PREFETCH_BYTES
-    {
-        flags |= params::DDT_CUDA_GDN_VERIFY_PREFETCH as u32;
+    if flags & params::DDT_CUDA_GDN_VERIFY_STATE != 0 && dims.num_reqs * state_bytes <= MAX_PREFETCH_BYTES {
+        flags |= params::DDT_CUDA_GDN_VERIFY_PREFETCH;
     }
 
     let kernel_params = params::ddt_cuda_gdn_verify {
@@ -189,15 +187,14 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
     let node_groups = dims.max_nodes.div_ceil(params::DDT_CUDA_GDN_VERIFY_PREPARE_NODES as usize);
     let prepare_launch = Launch {
         grid: grid(node_groups * (2 * heads.num_k + heads.num_v))?,
-        block: params::DDT_CUDA_GDN_VERIFY_PREPARE_THREADS as u32,
+        block: params::DDT_CUDA_GDN_VERIFY_PREPARE_THREADS,
         shared_bytes: 0,
         overlaps_previous: false,
     };
     let solve_launch = Launch {
         grid: grid(heads.num_k * num_slices)?,
         block: 32 * tiles as u32 * groups,
-        shared_bytes: (row_capacity * row_bytes as usize) as u32
-            + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES as u32,
+        shared_bytes: (row_capacity * row_bytes as usize) as u32 + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES,
         overlaps_previous: true,
     };
     // SAFETY: the caller's promise.

@@ -3,6 +3,7 @@
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import abi
 import pytest
@@ -85,8 +86,8 @@ def make_case(
     idle: bool = True,
     softcap: float = 0.0,
     max_nodes: int | None = None,
-    key_order: list[int] = [0, 2, 1, 3],
-    value_order: list[int] = [0, 2, 1, 3],
+    key_order: Sequence[int] = (0, 2, 1, 3),
+    value_order: Sequence[int] = (0, 2, 1, 3),
     pad: int = 0,
     interleaved: bool = False,
 ) -> Case:
@@ -156,7 +157,7 @@ def expected(case: Case) -> torch.Tensor:
         visible = visible.cuda()
         blocks = case.block_table[r, : -(-seq_len // block_size)].cuda().long()
 
-        def rows_of(cache):
+        def rows_of(cache, blocks=blocks, seq_len=seq_len):
             flat = cache[blocks].transpose(1, 2).reshape(-1, kv_heads, cache.shape[3])[:seq_len]
             return flat.double().repeat_interleave(heads // kv_heads, 1)
 
