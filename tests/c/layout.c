@@ -14,7 +14,8 @@ AT(ddt_tensor, strides, 48);
 SIZE(ddt_tensor, 80);
 
 AT(ddt_context_params, device, 8);
-SIZE(ddt_context_params, 16);
+AT(ddt_context_params, flags, 16);
+SIZE(ddt_context_params, 20);
 
 AT(ddt_tree, num_reqs, 4);
 AT(ddt_tree, max_nodes, 8);
@@ -40,7 +41,8 @@ SIZE(ddt_tree_mask_params, 72);
 AT(ddt_tree_accept_params, tree, 8);
 AT(ddt_tree_accept_params, logits, 24);
 AT(ddt_tree_accept_params, workspace, 136);
-SIZE(ddt_tree_accept_params, 152);
+AT(ddt_tree_accept_params, temperatures, 152);
+SIZE(ddt_tree_accept_params, 192);
 
 AT(ddt_tree_attention_params, prefix_rows, 344);
 AT(ddt_tree_attention_params, softmax_scale, 360);

@@ -51,7 +51,7 @@ def test_errors_carry_the_librarys_text():
     lib = native.library()
     params = lib.params("ddt_tree_accept_params")
     with pytest.raises(native.LibraryError, match="DDT_STATUS|DDT_|NULL|null"):
-        lib.check(lib.lib.ddt_tree_accept(lib.context, params, lib.ffi.NULL))
+        lib.check(lib.lib.ddt_tree_accept(lib.context(torch.device("cpu")), params, lib.ffi.NULL))
 
 
 def test_pointers_want_the_right_dtype_and_contiguity():
