@@ -75,19 +75,52 @@ class _Margins:
     after filters and noise, in units of the logits before temperature.
 
     Asks vLLM's own sampling kernel twice, the second time without the winner. A
-    filter decides by logits too: a token within NEAR_TIE of the last one that it
-    kept counts as kept, and a sampled token that close has no margin."""
+    filter decides by logits too. What it would keep if logits moved by NEAR_TIE
+    counts as kept, and a sampled token that it would then drop has no margin:
+    top-k compares logits, top-p the mass of the tokens before one with p, see
+    `_nucleus_edge`."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, int], float] = {}
         self._unfiltered: torch.Tensor | None = None
+        self._top_p: torch.Tensor | None = None
 
     def wrap_filter(self, apply: Any) -> Any:
-        def remembering(logits, *args, **kwargs):
-            self._unfiltered = logits.float().clone()
-            return apply(logits, *args, **kwargs)
+        def remembering(logits, k, p):
+            self._unfiltered, self._top_p = logits.float().clone(), p
+            return apply(logits, k, p)
 
         return remembering
+
+    @staticmethod
+    def _nucleus_edge(
+        logits: torch.Tensor, top_p: torch.Tensor, step: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens top-p drops whatever the order within `step` of a logit, and
+        which it may drop; bool [rows, vocabulary]. logits [rows, vocabulary] after
+        temperature; top_p, step [rows].
+
+        A token is dropped if the mass before it exceeds p. Logits that move by at
+        most `step` against each other move the log-odds of a mass by at most that."""
+        ascending, order = logits.double().sort(dim=-1)
+        mass = ascending.softmax(-1)
+        # mass_from[i]: of the i-th token and all above it
+        mass_from = mass.flip(-1).cumsum(-1).flip(-1).clamp(max=1)
+        mass_from = torch.cat([mass_from, torch.zeros_like(mass_from[:, :1])], -1)
+
+        def log_odds_above(bound: torch.Tensor) -> torch.Tensor:
+            first = torch.searchsorted(ascending, bound.contiguous(), right=True)
+            return torch.logit(mass_from.gather(1, first))
+
+        step = step[:, None].double()
+        edge = torch.logit(top_p[:, None].double())
+        surely = log_odds_above(ascending + step) > edge + step
+        # those within a step may come before it, but not it itself
+        around = log_odds_above(ascending - step).exp()
+        before = around / (1 + around) - mass
+        maybe = torch.logit(before.nan_to_num(1.0).clamp(0, 1)) > edge - step
+        back = order.argsort(-1)
+        return surely.gather(1, back), maybe.gather(1, back)
 
     @staticmethod
     def _best(sample: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,17 +151,21 @@ class _Margins:
             scale = torch.where(temperature[idx] > 0, temperature[idx], 1.0)
             logits = logits.float()
             unfiltered, self._unfiltered = self._unfiltered, None
+            top_p, self._top_p = self._top_p, None
             if unfiltered is None:
                 unfiltered = logits
             filtered = (unfiltered > logits).any(-1)
-            last_kept = logits.masked_fill(logits.isinf(), float("inf")).amin(-1)
             step = NEAR_TIE / scale
-            excluded = unfiltered < (last_kept - step)[:, None]
+            if top_p is None:
+                last_kept = logits.masked_fill(logits.isinf(), float("inf")).amin(-1)
+                excluded = unfiltered < (last_kept - step)[:, None]
+                droppable = unfiltered <= (last_kept + step)[:, None]
+            else:
+                excluded, droppable = self._nucleus_edge(unfiltered, top_p, step)
             rest = unfiltered.masked_fill(excluded, float("-inf"))
             rest = rest.scatter(1, token[:, None], float("-inf"))
             _, second = self._best(sample, rest, *options, **kwargs)
-            chosen = unfiltered.gather(1, token[:, None])[:, 0]
-            droppable = filtered & (chosen <= last_kept + step)
+            droppable = filtered & droppable.gather(1, token[:, None])[:, 0]
             margins = torch.where(droppable, 0.0, (first - second) * scale)
             for i, margin in enumerate(margins.tolist()):
                 self.by_key[int(seed[idx[i]]), int(pos[i])] = margin
