@@ -13,7 +13,8 @@
 // On a GPU `stream` is the CUstream or cudaStream_t that the call enqueues on, NULL for the default
 // one. A call allocates nothing, waits for nothing and reads no device memory on the host, so it can
 // be captured in a CUDA graph; the workspace, aligned to 256 bytes, may hold anything and is free
-// again when the stream has passed the call. What the host cannot see is not an error there: a value
+// again when the stream has passed the call; its size follows from the tensors, so the query may
+// refuse what the call would. What the host cannot see is not an error there: a value
 // in device memory that is out of range is clamped, or what depends on it is skipped, and nothing
 // outside of the caller's buffers is read or written.
 
@@ -542,7 +543,8 @@ void ddt_context_free(struct ddt_context *context);
 //
 // Shapes: see ddt_gdn_verify_params. Floating-point tensors are f32, f16 or bf16; conv_state has
 // the dtype of mixed_qkv or is f32; ssm_state and stash_gates are f32. Value head h uses key head
-// `h / (Hv / Hk)`. Two requests may name the same slot.
+// `h / (Hv / Hk)`. Two requests may name the same slot. On a GPU nodes must be in depth-first
+// order, as ddt_tree says: other orders give wrong outputs for trees of more than 48 nodes.
 //
 // Writes: out and the stash at the rows of nodes; zeros to out, and nothing to the stash, at
 // idle rows. Rows of a padding request (num_nodes 0 or a negative slot) are not written.

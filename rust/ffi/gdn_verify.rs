@@ -22,7 +22,8 @@ use crate::gdn_verify::{GdnVerify, gdn_verify};
 ///
 /// Shapes: see ddt_gdn_verify_params. Floating-point tensors are f32, f16 or bf16; conv_state has
 /// the dtype of mixed_qkv or is f32; ssm_state and stash_gates are f32. Value head h uses key head
-/// `h / (Hv / Hk)`. Two requests may name the same slot.
+/// `h / (Hv / Hk)`. Two requests may name the same slot. On a GPU nodes must be in depth-first
+/// order, as ddt_tree says: other orders give wrong outputs for trees of more than 48 nodes.
 ///
 /// Writes: out and the stash at the rows of nodes; zeros to out, and nothing to the stash, at
 /// idle rows. Rows of a padding request (num_nodes 0 or a negative slot) are not written.
