@@ -417,6 +417,23 @@ def test_scores_that_round_to_the_same(rng: random.Random) -> None:
                 check(plain(logits, max_nodes))
 
 
+@pytest.mark.parametrize("vocab", [200, 9000])
+def test_normalisers_to_the_last_bit(rng: random.Random, vocab: int) -> None:
+    """All depths have the same few scores at other ids, so that paths through the same tokens in another order tie
+    but for the rounding of each edge, which hangs on the last bits of the normalisers. Few scores, because errors of
+    many would cancel; some ids share a lane of the sum, and in the large vocabulary they lie in three chunks."""
+    requests, depths, count = 128, 6, 12
+    logits = torch.full((requests, depths, vocab), -25.0)
+    for r in range(requests):
+        scores = torch.randn(count)
+        for depth in range(depths):
+            ids = torch.randperm(vocab)[:count]
+            ids[: count // 2] = ids[: count // 2] // 64 * 64 + 5 if r % 2 else ids[: count // 2]
+            logits[r, depth, ids.clamp(max=vocab - 1)] = scores
+    for max_nodes in (16, 64, 256):
+        check(plain(logits, max_nodes))
+
+
 def test_ties_of_large_numbers(rng: random.Random) -> None:
     """Scores at the lower limit of fixed point are all equal, however far apart their logits are."""
     for spread in (1.0, 900.0, 1100.0, 3e4, 1e30, 1e38):
