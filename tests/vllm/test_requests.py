@@ -164,8 +164,9 @@ def test_parameters_hold(base, served):
 
 
 def check_logprobs(want: list[dict], got: list[dict], positions: int) -> None:
-    """The same tokens with the same values, but for single bf16 steps of a logit;
-    tokens may change places where their values are that close."""
+    """The same tokens with the same values, but for single bf16 steps of two logits;
+    tokens may change places where their values are that close. DESIGN.md F13 has what
+    vLLM's own chain moves them by."""
     differences = []
     for j in range(positions):
         a, b = want[j], got[j]
@@ -175,7 +176,7 @@ def check_logprobs(want: list[dict], got: list[dict], positions: int) -> None:
         for mine, other in ((a, b), (b, a)):
             for token in mine.keys() - other.keys():
                 assert mine[token] <= min(other.values()) + 2 * NEAR_TIE, (j, token)
-    assert max(differences) <= NEAR_TIE
+    assert max(differences) <= 2 * NEAR_TIE
     assert statistics.median(differences) <= 0.02
 
 
