@@ -35,6 +35,8 @@ KV_BLOCK_SIZE = 784
 DATASHEET = {"NVIDIA H200": (4.8e6, 9.9e8)}
 # Depths that the drafter proposes.
 HORIZON = 15
+# Set by --profile.
+_profiling = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,18 @@ def measure(
     reads with nothing between them, in the same rounds. The cost of launching a kernel inside a graph stays in: an
     operation of three kernels pays for it three times. Cases run many times over the same buffers, so one that
     updates its input in place must keep it finite.
+
+    With --profile nothing is timed: each case is launched once, outside of graphs, in an NVTX range of its name, and
+    the times returned are NaN.
     """
+    if _profiling:
+        for name, run in cases.items():
+            run()
+            torch.cuda.synchronize()
+            with torch.cuda.nvtx.range(" ".join(map(str, name)) if isinstance(name, tuple) else name):
+                run()
+                torch.cuda.synchronize()
+        return {name: Timing(math.nan, math.nan) for name in cases}
     stream = torch.cuda.Stream()
     flush = flush or _flush()
     one = torch.ones(1, device="cuda")
@@ -250,8 +263,11 @@ def record(
     peer_timing: Timing | None = None,
     **more: object,
 ) -> None:
-    """Prints a result and appends it to the JSON lines file `out`, if that is not None. `nodes` counts the root and is
+    """Prints a result and appends it to the JSON lines file `out`, if that is not None. Says nothing of results that
+    --profile did not time. `nodes` counts the root and is
     per request; `peer` is an exact name with its version; `more` are further keys, such as variant="portable"."""
+    if math.isnan(timing.us):
+        return
     line = {
         "op": op, "requests": requests, "nodes": nodes, "context": context, "dtype": dtype,
         "us": round(timing.us, 3), "spread": round(timing.spread, 3),
@@ -282,7 +298,15 @@ def arguments(description: str) -> argparse.Namespace:
         "--sweep", action="store_true", help="nodes, requests and context over their ranges"
     )
     parser.add_argument("--replays", type=int, default=100)
-    return parser.parse_args()
+    parser.add_argument(
+        "--profile", action="store_true", help="time nothing; launch each case once, for ncu"
+    )
+    args = parser.parse_args()
+    global _profiling
+    _profiling = args.profile
+    if _profiling:
+        args.out = None
+    return args
 
 
 def drafter_tree(

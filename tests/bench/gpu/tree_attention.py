@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times ddt_tree_attention beside FlashInfer's paged prefill with a mask and vLLM's unified attention with qq_bias.
+"""Times ddt_tree_attention beside FlashInfer's paged prefill with a mask, vLLM's unified attention with qq_bias, and
+FlashAttention 3, which vLLM runs on this GPU and which knows no trees: it attends the same rows as a chain.
 
 The peers know one tree for all requests, so all requests get the same one. FlashInfer's plan and mask, which it
-needs anew in every round, are not timed."""
+needs anew in every round, and FlashAttention's schedule are not timed."""
 
 import random
 
@@ -105,6 +106,18 @@ class Problem:
             elif peer not in _SAID:
                 _SAID.add(peer)
                 print(f"no {peer.ATTENTION}: {why}")
+        if (why := vllm.flash_available()) is None:
+            found[vllm.FLASH_ATTENTION] = vllm.FlashAttention(
+                self.query,
+                self.key_cache,
+                self.value_cache,
+                self.block_table,
+                self.seq_lens,
+                self.scale,
+            )
+        elif vllm.FLASH_ATTENTION not in _SAID:
+            _SAID.add(vllm.FLASH_ATTENTION)
+            print(f"no {vllm.FLASH_ATTENTION}: {why}")
         return found
 
 
@@ -123,6 +136,8 @@ def bench(
     peers = problem.peers()
     for name, peer in peers.items():
         peer()
+        if name == vllm.FLASH_ATTENTION:  # another mask, other results
+            continue
         difference = (peer.out - portable).float().norm() / portable.float().norm()
         if not difference < 2e-2:
             print(f"{name} differs by {difference}")
@@ -134,7 +149,7 @@ def bench(
             timing.record(
                 out, op="tree_attention", requests=requests, nodes=nodes, context=context, dtype="bf16",
                 timing=times[variant], floor_us=floor, peer=name, peer_timing=times[name] if name else None,
-                variant=variant, tflops=round(problem.flops / times[variant].us / 1e6), **more,
+                variant=variant, **more,
             )  # fmt: skip
 
 
