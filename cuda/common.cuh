@@ -89,6 +89,9 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
                "r"(valid ? 16 : 0)
                : "memory");
 }
+__device__ __forceinline__ void copy_async_4(void *shared, const void *global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {

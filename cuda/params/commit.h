@@ -14,9 +14,13 @@ enum {
 // The work of a block, which host and kernels must agree on.
 enum {
   DDT_CUDA_COMMIT_REPLAY_THREADS = 256,
+  // blocks of the replay that a multiprocessor runs at the same time
+  DDT_CUDA_COMMIT_REPLAY_BLOCKS_PER_SM = 2,
   DDT_CUDA_COMMIT_SHIFT_THREADS = 256,
-  // rows of the value dimension of one head's state
-  DDT_CUDA_COMMIT_STATE_ROWS = 64,
+  // value heads of one key head that a block replays, at most
+  DDT_CUDA_COMMIT_MAX_BLOCK_HEADS = 3,
+  // keys and values of DDT_CUDA_MAX_DEPTH + 1 tokens in f32
+  DDT_CUDA_COMMIT_REPLAY_SHARED_BYTES = 33 * 128 * (1 + DDT_CUDA_COMMIT_MAX_BLOCK_HEADS) * 4,
   // channels of one request's convolution window
   DDT_CUDA_COMMIT_WINDOW_CHANNELS = 1024,
 };
@@ -38,6 +42,11 @@ struct ddt_cuda_commit_gdn {
   int32_t stash_rows;
   int32_t num_k_heads;
   int32_t num_v_heads;
+  // value heads that a block replays: a divisor of num_v_heads / num_k_heads
+  int32_t block_heads;
+  // 1 if weights, bias, window and stash_qkv have the same 16-bit type, the channels of each are
+  // contiguous (of weights their taps) and can be accessed four at a time
+  uint32_t has_aligned_rows;
   uint32_t reserved;
 };
 

@@ -4,17 +4,19 @@
 use std::ffi::c_void;
 
 use super::params::{
-    DDT_CUDA_COMMIT_MAX_GDN_LAYERS, DDT_CUDA_COMMIT_MAX_KV_LAYERS, DDT_CUDA_COMMIT_REPLAY_THREADS,
-    DDT_CUDA_COMMIT_SHIFT_THREADS, DDT_CUDA_COMMIT_STATE_ROWS, DDT_CUDA_COMMIT_WINDOW_CHANNELS,
+    DDT_CUDA_COMMIT_MAX_BLOCK_HEADS, DDT_CUDA_COMMIT_MAX_GDN_LAYERS, DDT_CUDA_COMMIT_MAX_KV_LAYERS,
+    DDT_CUDA_COMMIT_REPLAY_BLOCKS_PER_SM, DDT_CUDA_COMMIT_REPLAY_SHARED_BYTES,
+    DDT_CUDA_COMMIT_REPLAY_THREADS, DDT_CUDA_COMMIT_SHIFT_THREADS, DDT_CUDA_COMMIT_WINDOW_CHANNELS,
     ddt_cuda_commit, ddt_cuda_commit_cache, ddt_cuda_commit_gdn, ddt_cuda_commit_kv,
 };
 use super::{Device, Kernel, Launch, Loader, View, tree_params};
+use crate::commit::CommitGdnLayer;
 use crate::error::{Result, bail};
 use crate::ffi::{
     CommitLayers, commit_layers, ddt_commit_params, ddt_gdn_layer, ddt_kv_layer, gdn_layer_tensors,
     kv_layer_tensors, ptr,
 };
-use crate::gdn::{self, GDN_HEAD_DIM};
+use crate::gdn::{self, GDN_CONV_WIDTH, GDN_HEAD_DIM};
 use crate::tensor::TensorRef;
 
 const MAX_GDN_LAYERS: usize = DDT_CUDA_COMMIT_MAX_GDN_LAYERS as usize;
@@ -30,8 +32,9 @@ pub(crate) struct Kernels {
 impl Kernels {
     pub(super) fn load(loader: &Loader<'_>) -> Result<Self> {
         Ok(Self {
-            replay: loader.kernel("ddt_commit_replay", 0)?,
-            replay_strided: loader.kernel("ddt_commit_replay_strided", 0)?,
+            replay: loader.kernel("ddt_commit_replay", DDT_CUDA_COMMIT_REPLAY_SHARED_BYTES)?,
+            replay_strided: loader
+                .kernel("ddt_commit_replay_strided", DDT_CUDA_COMMIT_REPLAY_SHARED_BYTES)?,
             shift: loader.kernel("ddt_commit_shift", 0)?,
         })
     }
@@ -71,13 +74,13 @@ pub(crate) unsafe fn launch(device: &Device, params: &ddt_commit_params, stream:
         // an error in a later table must not come after the launch of an earlier one
         for i in 0..num_tables {
             // SAFETY: the caller's promise.
-            unsafe { Shape::of(&mut kernel_params, num_reqs, tables(i))? };
+            unsafe { Shape::of(device, &mut kernel_params, num_reqs, tables(i))? };
         }
     }
     for i in 0..num_tables {
         // SAFETY: the caller's promise.
         unsafe {
-            let shape = Shape::of(&mut kernel_params, num_reqs, tables(i))?;
+            let shape = Shape::of(device, &mut kernel_params, num_reqs, tables(i))?;
             shape.launch(device, &kernel_params, stream)?;
         }
     }
@@ -97,7 +100,12 @@ struct Shape {
     num_reqs: usize,
     num_gdn_layers: usize,
     num_kv_layers: usize,
-    max_value_heads: usize,
+    max_tokens: usize,
+    /// Blocks of the replay that the device runs at the same time.
+    replay_slots: usize,
+    /// Blocks that a layer needs to replay one request.
+    max_replay_blocks: usize,
+    max_block_heads: usize,
     max_channels: usize,
     /// Rows of all states are contiguous and fit for 16-byte accesses.
     is_aligned: bool,
@@ -109,6 +117,7 @@ impl Shape {
     /// # Safety
     /// The layers must be as the header says.
     unsafe fn of(
+        device: &Device,
         kernel_params: &mut ddt_cuda_commit,
         num_reqs: usize,
         ((first_gdn, gdn_layers), (first_kv, kv_layers)): (Part<'_, ddt_gdn_layer>, Part<'_, ddt_kv_layer>),
@@ -117,7 +126,10 @@ impl Shape {
             num_reqs,
             num_gdn_layers: gdn_layers.len(),
             num_kv_layers: kv_layers.len(),
-            max_value_heads: 0,
+            max_tokens: kernel_params.tree.max_depth as usize + 1,
+            replay_slots: device.sm_count() as usize * DDT_CUDA_COMMIT_REPLAY_BLOCKS_PER_SM as usize,
+            max_replay_blocks: 0,
+            max_block_heads: 0,
             max_channels: 0,
             is_aligned: true,
         };
@@ -154,6 +166,8 @@ impl Shape {
         // the rows of this step are known to the device only
         let heads = tensors.check_tensors(0)?;
         let (conv_state, ssm_state) = (tensors.conv_state.view(), tensors.ssm_state.view());
+        let all_heads = self.num_reqs * self.num_gdn_layers * heads.num_v;
+        let block_heads = block_heads(heads.num_v / heads.num_k, all_heads / self.replay_slots);
         *out = ddt_cuda_commit_gdn {
             conv_weight: View::new(&tensors.conv_weight),
             conv_bias: View::optional(tensors.conv_bias.as_ref()),
@@ -171,19 +185,22 @@ impl Shape {
             stash_rows: clamped(tensors.stash_qkv.shape()[0].min(tensors.stash_gates.shape()[0])),
             num_k_heads: clamped(heads.num_k),
             num_v_heads: clamped(heads.num_v),
+            block_heads: block_heads as i32,
+            has_aligned_rows: has_aligned_rows(&tensors).into(),
             reserved: 0,
         };
         if !out.snapshot_slots.is_null() && snapshot_tokens.is_null() {
             bail!(NullPointer, "snapshot_tokens: got NULL, want a pointer because snapshot_slots is given");
         }
-        self.max_value_heads = self.max_value_heads.max(heads.num_v);
+        self.max_replay_blocks = self.max_replay_blocks.max(heads.num_v / block_heads);
+        self.max_block_heads = self.max_block_heads.max(block_heads);
         self.max_channels = self.max_channels.max(heads.channels());
         self.is_aligned &= unit_bytes(&ssm_state) == 16;
         Ok(())
     }
 
     fn replay_blocks(&self) -> usize {
-        self.num_reqs * self.max_value_heads * (GDN_HEAD_DIM / DDT_CUDA_COMMIT_STATE_ROWS as usize)
+        self.num_reqs * self.max_replay_blocks
     }
 
     fn shift_blocks(&self) -> usize {
@@ -205,7 +222,8 @@ impl Shape {
         let replay = Launch {
             grid: [self.replay_blocks() as u32, self.num_gdn_layers as u32, 1],
             block: DDT_CUDA_COMMIT_REPLAY_THREADS,
-            shared_bytes: 0,
+            // a key and the values of each token, in f32
+            shared_bytes: (self.max_tokens * (1 + self.max_block_heads) * GDN_HEAD_DIM * 4) as u32,
             overlaps_previous: false,
         };
         let shift = Launch {
@@ -221,6 +239,36 @@ impl Shape {
             device.launch(&kernels.shift, &shift, kernel_params, stream)
         }
     }
+}
+
+/// How many value heads a block replays of those that share a key head: the more the better, as long as
+/// every multiprocessor is full.
+fn block_heads(group: usize, most: usize) -> usize {
+    (1..=most.min(DDT_CUDA_COMMIT_MAX_BLOCK_HEADS as usize))
+        .rev()
+        .find(|&heads| group.is_multiple_of(heads))
+        .unwrap_or(1)
+}
+
+/// Whether all operands of the convolution have the same 16-bit type, with contiguous channels that can be
+/// accessed four at a time.
+fn has_aligned_rows(layer: &CommitGdnLayer<'_>) -> bool {
+    let dtype = layer.stash_qkv.dtype();
+    let fits = |tensor: &TensorRef<'_>, axis: usize| {
+        tensor.dtype() == dtype
+            && (tensor.data() as usize).is_multiple_of(4 * dtype.size())
+            && tensor
+                .strides()
+                .iter()
+                .enumerate()
+                .all(|(i, &stride)| if i == axis { stride == 1 } else { stride.is_multiple_of(4) })
+    };
+    dtype.size() == 2
+        && fits(&layer.stash_qkv, 1)
+        && fits(&layer.conv_state.view(), 1)
+        && fits(&layer.conv_weight, 1)
+        && layer.conv_weight.strides()[0] == GDN_CONV_WIDTH
+        && layer.conv_bias.as_ref().is_none_or(|bias| fits(bias, 0))
 }
 
 /// # Safety

@@ -114,8 +114,10 @@ pub const DDT_CUDA_COMMIT_MAX_GDN_LAYERS: _bindgen_ty_2 = 64;
 pub const DDT_CUDA_COMMIT_MAX_KV_LAYERS: _bindgen_ty_2 = 64;
 pub type _bindgen_ty_2 = ::std::os::raw::c_uint;
 pub const DDT_CUDA_COMMIT_REPLAY_THREADS: _bindgen_ty_3 = 256;
+pub const DDT_CUDA_COMMIT_REPLAY_BLOCKS_PER_SM: _bindgen_ty_3 = 2;
 pub const DDT_CUDA_COMMIT_SHIFT_THREADS: _bindgen_ty_3 = 256;
-pub const DDT_CUDA_COMMIT_STATE_ROWS: _bindgen_ty_3 = 64;
+pub const DDT_CUDA_COMMIT_MAX_BLOCK_HEADS: _bindgen_ty_3 = 3;
+pub const DDT_CUDA_COMMIT_REPLAY_SHARED_BYTES: _bindgen_ty_3 = 67584;
 pub const DDT_CUDA_COMMIT_WINDOW_CHANNELS: _bindgen_ty_3 = 1024;
 pub type _bindgen_ty_3 = ::std::os::raw::c_uint;
 #[repr(C)]
@@ -133,13 +135,15 @@ pub struct ddt_cuda_commit_gdn {
     pub stash_rows: i32,
     pub num_k_heads: i32,
     pub num_v_heads: i32,
+    pub block_heads: i32,
+    pub has_aligned_rows: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of ddt_cuda_commit_gdn",
-    ][::std::mem::size_of::<ddt_cuda_commit_gdn>() - 328usize];
+    ][::std::mem::size_of::<ddt_cuda_commit_gdn>() - 336usize];
     [
         "Alignment of ddt_cuda_commit_gdn",
     ][::std::mem::align_of::<ddt_cuda_commit_gdn>() - 8usize];
@@ -180,8 +184,14 @@ const _: () = {
         "Offset of field: ddt_cuda_commit_gdn::num_v_heads",
     ][::std::mem::offset_of!(ddt_cuda_commit_gdn, num_v_heads) - 320usize];
     [
+        "Offset of field: ddt_cuda_commit_gdn::block_heads",
+    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, block_heads) - 324usize];
+    [
+        "Offset of field: ddt_cuda_commit_gdn::has_aligned_rows",
+    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, has_aligned_rows) - 328usize];
+    [
         "Offset of field: ddt_cuda_commit_gdn::reserved",
-    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, reserved) - 324usize];
+    ][::std::mem::offset_of!(ddt_cuda_commit_gdn, reserved) - 332usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -282,7 +292,7 @@ pub struct ddt_cuda_commit {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ddt_cuda_commit"][::std::mem::size_of::<ddt_cuda_commit>() - 29344usize];
+    ["Size of ddt_cuda_commit"][::std::mem::size_of::<ddt_cuda_commit>() - 29856usize];
     ["Alignment of ddt_cuda_commit"][::std::mem::align_of::<ddt_cuda_commit>() - 8usize];
     [
         "Offset of field: ddt_cuda_commit::tree",
@@ -316,7 +326,7 @@ const _: () = {
     ][::std::mem::offset_of!(ddt_cuda_commit, gdn_layers) - 160usize];
     [
         "Offset of field: ddt_cuda_commit::kv_layers",
-    ][::std::mem::offset_of!(ddt_cuda_commit, kv_layers) - 21152usize];
+    ][::std::mem::offset_of!(ddt_cuda_commit, kv_layers) - 21664usize];
 };
 pub const DDT_CUDA_GDN_VERIFY_STATE: ddt_cuda_gdn_verify_flags = 1;
 pub const DDT_CUDA_GDN_VERIFY_ROWS: ddt_cuda_gdn_verify_flags = 2;

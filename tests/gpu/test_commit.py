@@ -311,6 +311,23 @@ def test_states(rng, dtype, order):
     check(case)
 
 
+@pytest.mark.parametrize("decay", [8.0, 200.0, -3.0])
+def test_decays_whose_product_leaves_the_range_of_f32(rng, decay):
+    case = make(rng, [40, 30, 35], 40, 12)
+    for dtype in (torch.float32, torch.bfloat16):
+        case.gdn.append(gdn_layer(rng, case.query_start[-1], 3, dtype, 1, 2, order=vllm_window, decay=decay))
+    check(case)
+
+
+def test_many_requests(rng):
+    """So many that a block replays several value heads of a key head."""
+    case = make(rng, [rng.randint(0, 6) for _ in range(100)], 6, 3)
+    groups = [(torch.bfloat16, 1, 2, vllm_window), (torch.float16, 1, 3, vllm_window), (torch.float32, 1, 3, strided)]
+    for dtype, k_heads, v_heads, order in (*groups, (torch.bfloat16, 1, 4, dense), (torch.bfloat16, 1, 8, vllm_window)):
+        case.gdn.append(gdn_layer(rng, case.query_start[-1], 100, dtype, k_heads, v_heads, bias=True, order=order))
+    check(case)
+
+
 def test_states_padded_as_in_vllm(rng):
     # recurrent states in pages that are larger than they are, as the KV cache of a hybrid model has them
     case = make(rng, [9, 30], 32, 15)
