@@ -97,19 +97,30 @@ __device__ __forceinline__ void prefetch_to_l2(const void *address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// ---- prepare: a warp has some nodes of one query, key or value head, a lane four channels of it
+// ---- prepare: a warp has two nodes of one query, key or value head, a lane four channels of it; further
+// blocks have the gates of some value heads, a lane one of them
 
 constexpr int PREPARE_WARPS = DDT_CUDA_GDN_VERIFY_PREPARE_THREADS / 32;
-constexpr int WARP_NODES = DDT_CUDA_GDN_VERIFY_PREPARE_NODES / PREPARE_WARPS;
+constexpr int WARP_NODES = 2;
+constexpr int GATE_HEADS = DDT_CUDA_GDN_VERIFY_GATE_HEADS;
+static_assert(PREPARE_WARPS * WARP_NODES == DDT_CUDA_GDN_VERIFY_PREPARE_NODES, "");
+static_assert(WARP_NODES * GATE_HEADS == 32, "a lane per node and head");
 
-template <typename T>
-__device__ __forceinline__ void load_conv(const ddt_cuda_gdn_verify &p, int64_t channel, ConvChannel (&conv)[4]) {
+// Strides of packed tensors fit 32 bits, so that an address takes one instruction.
+template <bool PACKED>
+__device__ __forceinline__ int64_t offset(int index, int64_t stride) {
+  if constexpr (PACKED) return static_cast<int64_t>(index) * static_cast<int>(stride);
+  return index * stride;
+}
+
+template <typename T, bool PACKED>
+__device__ __forceinline__ void load_conv(const ddt_cuda_gdn_verify &p, int channel, ConvChannel (&conv)[4]) {
   const ddt_cuda_view &weight = p.conv_weight;
-  if ((p.flags & DDT_CUDA_GDN_VERIFY_WEIGHT) != 0 && weight.dtype == DTYPE<T> && p.conv_bias.data == nullptr) {
+  if (PACKED || ((p.flags & DDT_CUDA_GDN_VERIFY_WEIGHT) != 0 && weight.dtype == DTYPE<T> && p.conv_bias.data == nullptr)) {
     Quad<T> taps[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      taps[i] = load_quad(static_cast<const T *>(weight.data) + (channel + i) * weight.strides[0], 1, true);
+      taps[i] = load_quad(static_cast<const T *>(weight.data) + offset<PACKED>(channel + i, weight.strides[0]), 1, true);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -123,26 +134,43 @@ __device__ __forceinline__ void load_conv(const ddt_cuda_gdn_verify &p, int64_t 
   }
 }
 
-// Gates of one node of a value head; lane `place` has the ancestor at that depth.
-__device__ __forceinline__ void prepare_gates(const ddt_cuda_gdn_verify &p, const RequestRows &rows, int head,
-                                              int node, int depth, int ancestor) {
-  const int lane = threadIdx.x % 32;
-  const int64_t row = rows.start + node;
-  const int64_t ancestor_row = lane < depth ? rows.start + ancestor : row;
-  const uint32_t a = load_bits(p.a, row * p.a.strides[0] + head * p.a.strides[1]);
-  const uint32_t ancestor_a = load_bits(p.a, ancestor_row * p.a.strides[0] + head * p.a.strides[1]);
-  const uint32_t b = load_bits(p.b, row * p.b.strides[0] + head * p.b.strides[1]);
+// Gates of a warp's nodes; lane p of ancestors[i] has the ancestor at depth p.
+__device__ __forceinline__ void prepare_gates(const ddt_cuda_gdn_verify &p, const RequestRows &rows, int gate_block,
+                                              int first, const int (&depths)[WARP_NODES],
+                                              const int (&ancestors)[WARP_NODES]) {
+  constexpr int BATCH = 8;
+  const int lane = threadIdx.x % 32, node = first + lane / GATE_HEADS;
+  const int head = min(gate_block * GATE_HEADS + lane % GATE_HEADS, p.num_v_heads - 1);
+  const int row = rows.start + min(node, rows.num_nodes - 1);
+  const int depth = lane < GATE_HEADS ? depths[0] : depths[1];
+  const uint32_t own_a = load_bits(p.a, row * p.a.strides[0] + head * p.a.strides[1]);
+  const uint32_t own_b = load_bits(p.b, row * p.b.strides[0] + head * p.b.strides[1]);
   const float a_log = bits_to_f32(p.a_log, load_bits(p.a_log, head * p.a_log.strides[0]));
   const float dt_bias = bits_to_f32(p.dt_bias, load_bits(p.dt_bias, head * p.dt_bias.strides[0]));
-  const float g = log_decay(bits_to_f32(p.a, a), a_log, dt_bias);
-  const float ancestor_g = log_decay(bits_to_f32(p.a, ancestor_a), a_log, dt_bias);
-  const float since_state = g + warp_sum(lane < depth ? ancestor_g : 0.0f);
-  if (lane != 0) return;
-  const float beta = sigmoid(bits_to_f32(p.b, b));
-  float *gates = p.gates + row * 3 * p.num_v_heads + head;
+  const int deepest = max(depths[0], depths[1]);
+  float since_state = 0.0f;
+#pragma unroll 1
+  for (int base = 0; base < deepest; base += BATCH) {
+    uint32_t a[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int of_first = __shfl_sync(FULL_WARP, ancestors[0], base + i);
+      const int of_second = __shfl_sync(FULL_WARP, ancestors[1], base + i);
+      const int ancestor_row = rows.start + (lane < GATE_HEADS ? of_first : of_second);
+      a[i] = load_bits(p.a, ancestor_row * p.a.strides[0] + head * p.a.strides[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const float g = log_decay(bits_to_f32(p.a, a[i]), a_log, dt_bias);
+      since_state += base + i < depth ? g : 0.0f;
+    }
+  }
+  if (node >= rows.num_nodes || gate_block * GATE_HEADS + lane % GATE_HEADS >= p.num_v_heads) return;
+  const float g = log_decay(bits_to_f32(p.a, own_a), a_log, dt_bias), beta = sigmoid(bits_to_f32(p.b, own_b));
+  float *gates = p.gates + static_cast<int64_t>(row) * 3 * p.num_v_heads + head;
   gates[0] = g;
   gates[p.num_v_heads] = beta;
-  gates[2 * p.num_v_heads] = expf(since_state);
+  gates[2 * p.num_v_heads] = expf(since_state + g);
   const ddt_cuda_view &stash = p.stash_gates;
   float *out = static_cast<float *>(stash.data) + row * stash.strides[0] + head * stash.strides[2];
   out[0] = g;
@@ -153,18 +181,16 @@ __device__ __forceinline__ void prepare_gates(const ddt_cuda_gdn_verify &p, cons
 // lanes of an mma hold 16 bytes of the state each.
 __device__ __forceinline__ int position(int element) { return element / 16 * 16 + element % 16 / 2; }
 
-template <typename T>
+// PACKED: whatever can be read four elements at a time is, and of type T, without a bias.
+template <typename T, bool PACKED>
 __device__ __forceinline__ void prepare(const ddt_cuda_gdn_verify &p) {
   let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_heads = 2 * p.num_k_heads + p.num_v_heads;
-  const int groups = (p.tree.max_nodes + DDT_CUDA_GDN_VERIFY_PREPARE_NODES - 1) / DDT_CUDA_GDN_VERIFY_PREPARE_NODES;
-  const int head = blockIdx.x % num_heads, group = blockIdx.x / num_heads % groups;
-  const int request = blockIdx.x / num_heads / groups;
-  const int v_head = head - 2 * p.num_k_heads;
+  const int request = blockIdx.x, head = blockIdx.y, v_head = head - 2 * p.num_k_heads;
+  const int first = blockIdx.z * DDT_CUDA_GDN_VERIFY_PREPARE_NODES + warp * WARP_NODES;
 
   // first what needs nothing else
-  const int first = group * DDT_CUDA_GDN_VERIFY_PREPARE_NODES + warp * WARP_NODES;
   int depths[WARP_NODES], ancestors[WARP_NODES];
 #pragma unroll
   for (int i = 0; i < WARP_NODES; ++i) {
@@ -173,44 +199,47 @@ __device__ __forceinline__ void prepare(const ddt_cuda_gdn_verify &p) {
     ancestors[i] = p.tree.ancestors[node * (p.tree.max_depth + 1) + min(lane, p.tree.max_depth)];
   }
   const RequestRows rows = request_rows(p.query_start, p.tree, request, p.num_rows);
-  const int64_t slot = p.state_slots[request];
-  const int64_t channel = head * GDN_HEAD_DIM + lane * 4;
+  const int slot = p.state_slots[request];
+  const int channel = head * GDN_HEAD_DIM + lane * 4;
   ConvChannel conv[4];
-  load_conv<T>(p, channel, conv);
-  if (rows.num_nodes == 0 || slot < 0 || slot >= p.num_slots) return;
-
-  if (v_head >= 0 && group == 0 && (p.flags & DDT_CUDA_GDN_VERIFY_PREFETCH) != 0) {
-    constexpr int SECTOR = 8, SECTORS = GDN_HEAD_DIM / SECTOR;
-    const ddt_cuda_view &view = p.ssm_state;
-    const float *state = static_cast<const float *>(view.data) + slot * view.strides[0] + v_head * view.strides[1];
-    for (int i = threadIdx.x; i < GDN_HEAD_DIM * SECTORS; i += DDT_CUDA_GDN_VERIFY_PREPARE_THREADS) {
-      prefetch_to_l2(state + i / SECTORS * view.strides[2] + i % SECTORS * SECTOR);
-    }
+  if (head < num_heads) load_conv<T, PACKED>(p, channel, conv);
+  if (first >= rows.num_nodes || slot < 0 || slot >= p.num_slots) return;
+#pragma unroll
+  for (int i = 0; i < WARP_NODES; ++i) {
+    depths[i] = first + i < rows.num_nodes ? min(max(depths[i], 0), min(first + i, p.tree.max_depth)) : 0;
+    ancestors[i] = min(max(ancestors[i], 0), min(first + i, rows.num_nodes - 1));
+  }
+  if (head >= num_heads) {
+    prepare_gates(p, rows, head - num_heads, first, depths, ancestors);
+    return;
   }
 
   const ddt_cuda_view &state = p.conv_state;
-  const bool vector = (p.flags & DDT_CUDA_GDN_VERIFY_ROWS) != 0;
+  const bool vector = PACKED || (p.flags & DDT_CUDA_GDN_VERIFY_ROWS) != 0;
+  const T *inputs_of_rows = static_cast<const T *>(p.mixed_qkv.data) +
+                            (PACKED ? channel : channel * p.mixed_qkv.strides[1]);
+  const T *window = static_cast<const T *>(state.data) + slot * state.strides[0] +
+                    (PACKED ? channel : channel * state.strides[1]);
   Quad<T> taps[WARP_NODES][GDN_CONV_WIDTH];
 #pragma unroll
   for (int i = 0; i < WARP_NODES; ++i) {
     const int node = first + i;
     if (node >= rows.num_nodes) break;
-    depths[i] = min(max(depths[i], 0), min(node, p.tree.max_depth));
-    ancestors[i] = min(max(ancestors[i], 0), node);
 #pragma unroll
     for (int tap = 0; tap < GDN_CONV_WIDTH; ++tap) {
       const int place = depths[i] + tap - GDN_WINDOW;
       // the node itself may be one more than there are lanes
-      const int ancestor = __shfl_sync(FULL_WARP, ancestors[i], max(place, 0));
-      const int64_t row = rows.start + (tap == GDN_WINDOW ? node : ancestor);
-      if (place >= 0) {
-        taps[i][tap] = load_quad(static_cast<const T *>(p.mixed_qkv.data) + row * p.mixed_qkv.strides[0] +
-                                     channel * p.mixed_qkv.strides[1],
-                                 p.mixed_qkv.strides[1], vector);
+      const int ancestor = __shfl_sync(FULL_WARP, ancestors[i], max(place, 0) % 32);
+      const T *row = inputs_of_rows + offset<PACKED>(rows.start + (tap == GDN_WINDOW ? node : ancestor),
+                                                     p.mixed_qkv.strides[0]);
+      if constexpr (PACKED) {
+        const T *before = window + offset<PACKED>(place + GDN_WINDOW, state.strides[2]);
+        taps[i][tap] = load_quad(place >= 0 ? row : before, 1, true);
+      } else if (place >= 0) {
+        taps[i][tap] = load_quad(row, p.mixed_qkv.strides[1], vector);
       } else if (state.dtype == DTYPE<T>) {
-        taps[i][tap] = load_quad(static_cast<const T *>(state.data) + slot * state.strides[0] +
-                                     channel * state.strides[1] + (place + GDN_WINDOW) * state.strides[2],
-                                 state.strides[1], (p.flags & DDT_CUDA_GDN_VERIFY_WINDOW) != 0);
+        taps[i][tap] = load_quad(window + (place + GDN_WINDOW) * state.strides[2], state.strides[1],
+                                 (p.flags & DDT_CUDA_GDN_VERIFY_WINDOW) != 0);
       } else {
         taps[i][tap] = {};
       }
@@ -220,18 +249,18 @@ __device__ __forceinline__ void prepare(const ddt_cuda_gdn_verify &p) {
   for (int i = 0; i < WARP_NODES; ++i) {
     const int node = first + i;
     if (node >= rows.num_nodes) break;
-    const int64_t row = rows.start + node;
-    if (v_head >= 0) prepare_gates(p, rows, v_head, node, depths[i], ancestors[i]);
+    const int row = rows.start + node;
     const ddt_cuda_view &stash = p.stash_qkv;
-    store_quad(static_cast<T *>(stash.data) + row * stash.strides[0] + channel * stash.strides[1], stash.strides[1],
-               (p.flags & DDT_CUDA_GDN_VERIFY_STASH) != 0, taps[i][GDN_WINDOW]);
+    store_quad(static_cast<T *>(stash.data) + offset<PACKED>(row, stash.strides[0]) +
+                   (PACKED ? channel : channel * stash.strides[1]),
+               stash.strides[1], PACKED || (p.flags & DDT_CUDA_GDN_VERIFY_STASH) != 0, taps[i][GDN_WINDOW]);
     float x[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float inputs[GDN_CONV_WIDTH];
 #pragma unroll
       for (int tap = 0; tap < GDN_CONV_WIDTH; ++tap) inputs[tap] = to_f32(taps[i][tap].x[k]);
-      if (state.dtype != DTYPE<T>) {
+      if (!PACKED && state.dtype != DTYPE<T>) {
         // a window of f32 that T cannot hold
 #pragma unroll
         for (int tap = 0; tap < GDN_WINDOW; ++tap) {
@@ -246,12 +275,12 @@ __device__ __forceinline__ void prepare(const ddt_cuda_gdn_verify &p) {
     }
     if (v_head >= 0) {
       const Quad<T> quad = {{from_f32<T>(x[0]), from_f32<T>(x[1]), from_f32<T>(x[2]), from_f32<T>(x[3])}};
-      T *out = static_cast<T *>(p.values) + (row * p.num_v_heads + v_head) * GDN_HEAD_DIM + lane * 4;
+      T *out = static_cast<T *>(p.values) + static_cast<int64_t>(row * p.num_v_heads + v_head) * GDN_HEAD_DIM + lane * 4;
       *reinterpret_cast<Quad<T> *>(out) = quad;
       continue;
     }
     const float norm = inverse_norm(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]), p.norm_eps);
-    const int64_t row_head = row * 2 * p.num_k_heads + head;
+    const int row_head = row * 2 * p.num_k_heads + head;
     if (lane == 0) p.norms[row_head] = norm;
     uint32_t parts[2][2];
     split(x[0], x[1], parts[0][0], parts[1][0]);
@@ -269,30 +298,28 @@ __device__ __forceinline__ void prepare(const ddt_cuda_gdn_verify &p) {
 
 // ---- solve
 
-constexpr int TILES = DDT_CUDA_GDN_VERIFY_TILES;
-// Value columns of a tile, which are the rows of an mma.
+// Rows of state at a time: value columns of an mma.
 constexpr int TILE = 16;
-constexpr int QUADS = TILES * TILE / 4;
+// Weights are kept for so many tiles, or for the value heads of so many.
+constexpr int TILES = DDT_CUDA_GDN_VERIFY_TILES;
 constexpr int K_STEPS = GDN_HEAD_DIM / 16;
 constexpr int MAX_PATH = DDT_CUDA_MAX_DEPTH + 1;
 // Row lengths in shared memory, without bank conflicts.
 constexpr int HEAD_PITCH = GDN_HEAD_DIM + 8;
-constexpr int COLUMN_PITCH = TILES * TILE + 4;
 constexpr int PATH_PITCH = MAX_PATH;
+constexpr int TILE_FLOATS = TILE * GDN_HEAD_DIM;
 
 // The dynamic shared memory of a block. M = row_capacity.
 template <typename T>
 struct Shared {
   // [PARTS][2][M][HEAD_PITCH] queries, then keys, before their norm
   __nv_bfloat16 *heads;
-  // [M][COLUMN_PITCH] rhs
-  float *rhs;
-  // [M][COLUMN_PITCH] e^d(i) S^T q_i
-  float *from_state;
+  // Per tile its rows of the state, [TILE][128]; after the products with it [2][M][TILE] of
+  // rhs, then of e^d(i) S^T q_i
+  float *tiles;
   // [M][PATH_PITCH] k_i . k_j of the ancestors j of i, root first
   float *key_dots;
-  // [TILES][M][PATH_PITCH] e^d(j, i) w_ij of j = i and ancestors. At first q_i . k_j in tile 0,
-  // and behind that the values, [M][TILES * TILE] of T.
+  // [TILES][M][PATH_PITCH] e^d(j, i) w_ij of j = i and ancestors, at first q_i . k_j
   float *weights;
   // [TILES][M]
   float *log_decays, *betas, *root_decays;
@@ -304,11 +331,10 @@ struct Shared {
   // nodes of the rows before the first node
   uint8_t *carried;
 
-  __device__ Shared(unsigned char *base, int m) {
+  __device__ Shared(unsigned char *base, int m, int num_tiles) {
     heads = reinterpret_cast<__nv_bfloat16 *>(base);
-    rhs = reinterpret_cast<float *>(heads + PARTS<T> * 2 * m * HEAD_PITCH);
-    from_state = rhs + m * COLUMN_PITCH;
-    key_dots = from_state + m * COLUMN_PITCH;
+    tiles = reinterpret_cast<float *>(heads + PARTS<T> * 2 * m * HEAD_PITCH);
+    key_dots = tiles + num_tiles * TILE_FLOATS;
     weights = key_dots + m * PATH_PITCH;
     log_decays = weights + TILES * m * PATH_PITCH;
     betas = log_decays + TILES * m;
@@ -320,27 +346,19 @@ struct Shared {
   }
 };
 
-constexpr int ROW_BYTES_WITHOUT_HEADS =
-    4 * (2 * COLUMN_PITCH + (1 + TILES) * PATH_PITCH + 3 * TILES + 2) + PATH_PITCH + 1;
+constexpr int ROW_BYTES_WITHOUT_HEADS = 4 * ((1 + TILES) * PATH_PITCH + 3 * TILES + 2) + PATH_PITCH + 1;
 static_assert(2 * HEAD_PITCH * 2 + ROW_BYTES_WITHOUT_HEADS == DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16, "");
 static_assert(4 * HEAD_PITCH * 2 + ROW_BYTES_WITHOUT_HEADS == DDT_CUDA_GDN_VERIFY_ROW_BYTES, "");
-static_assert(TILES * TILE * 4 <= 4 * (TILES - 1) * PATH_PITCH, "values fit behind the weights of the first tile");
+static_assert(TILE_FLOATS * 4 == DDT_CUDA_GDN_VERIFY_TILE_BYTES, "");
+static_assert(2 * DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16 * TILE <= TILE_FLOATS, "results fit where the state was");
 static_assert(DDT_CUDA_GDN_VERIFY_MAX_ROWS > DDT_CUDA_MAX_DEPTH, "a chunk has room for a node beside its ancestors");
 
-// What a block computes: some value columns of one key head's value heads, for one request.
-struct Work {
-  RequestRows rows;
-  int64_t slot;
-  int request;
-  int k_head;
-  int slice;
-  int group;  // value heads per key head
+// 16 value columns of one value head: columns of the key head's value heads alternate.
+struct Tile {
+  int head;    // among the value heads of the key head
+  int column;  // first
 
-  // Tiles of one column range of all value heads come first.
-  __device__ int tile(int i) const { return slice * TILES + i; }
-  __device__ bool has_tile(int i) const { return tile(i) < group * (GDN_HEAD_DIM / TILE); }
-  __device__ int head(int i) const { return k_head * group + tile(i) % group; }
-  __device__ int column(int i) const { return tile(i) / group * TILE; }
+  __device__ Tile(int index, int group) : head(index % group), column(index / group * TILE) {}
 };
 
 // The nodes that a block treats at a time, after the ancestors of the first of them. Nodes are in
@@ -355,204 +373,249 @@ struct Chunk {
   }
 };
 
-template <typename T, int GROUPS>
+template <typename T, int WARPS, int MAX_ROWS>
 struct Solve {
-  static constexpr int WARPS = TILES * GROUPS;
   static constexpr int THREADS = WARPS * 32;
-  static constexpr int MAX_ROWS = PARTS<T> == 1 ? DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16 : DDT_CUDA_GDN_VERIFY_MAX_ROWS;
-  static_assert(THREADS % QUADS == 0, "");
+  static constexpr int PATH_LANES = 16;
+  static constexpr int PATH_ROWS = THREADS / PATH_LANES;
+  static constexpr int PATH_PASSES = (MAX_ROWS + PATH_ROWS - 1) / PATH_ROWS;
+  // Blocks of eight rows that a warp multiplies with its tile.
+  static constexpr int BLOCKS = 2;
+  // Lanes that share a row in the substitution.
+  static constexpr int LANES = 4;
+  static constexpr int SLOTS = (MAX_PATH + LANES - 1) / LANES;
+  static_assert(THREADS >= 2 * MAX_ROWS, "a thread per norm");
+
+  using Sums = float[BLOCKS][2][2][4];
+  using Values = T[BLOCKS][4];
 
   const ddt_cuda_gdn_verify &p;
-  const Work work;
   const Shared<T> shared;
-  const int warp;
-  const int lane;
-
-  // A warp multiplies one tile of the state with the nodes of one group.
-  __device__ int warp_tile() const { return warp % TILES; }
-  __device__ int warp_group() const { return warp / TILES; }
+  const int request, k_head;
+  const int group;  // value heads per key head
+  const int warp, lane;
 
   __device__ __nv_bfloat16 *head_row(int part, int is_key, int row) const {
     return shared.heads + ((part * 2 + is_key) * p.row_capacity + row) * HEAD_PITCH;
   }
 
-  // One tile of the state: lane (g, t) of a warp gets rows g and g + 8, and of each 16 keys those
-  // from 4 t.
-  __device__ void load_state(float (&state)[K_STEPS][2][4]) const {
-    const ddt_cuda_view &view = p.ssm_state;
-    // a block always has its first tile
-    const int tile = work.has_tile(warp_tile()) ? warp_tile() : 0;
+  // ---- topology
+
+  // Some of what the tree says of a chunk's rows, on its way to shared memory.
+  struct Topology {
+    int depth;
+    int ancestors[PATH_PASSES];
+  };
+
+  __device__ int64_t tree_row(const Chunk &chunk, int row) const {
+    return static_cast<int64_t>(request) * p.tree.max_nodes + chunk.first - chunk.carried + row;
+  }
+
+  __device__ bool in_tree(const Chunk &chunk, int row) const {
+    return row >= chunk.carried && row < p.row_capacity && chunk.first - chunk.carried + row < p.tree.max_nodes;
+  }
+
+  __device__ Topology load_topology(const Chunk &chunk) const {
+    Topology topology;
+    const int place = threadIdx.x % PATH_LANES;
+    topology.depth = in_tree(chunk, threadIdx.x) ? p.tree.depths[tree_row(chunk, threadIdx.x)] : threadIdx.x;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float *data = static_cast<const float *>(view.data) + work.slot * view.strides[0] +
-                          work.head(tile) * view.strides[1] +
-                          (work.column(tile) + lane / 4 + 8 * half) * view.strides[2] +
-                          lane % 4 * 4 * view.strides[3];
-      if (p.flags & DDT_CUDA_GDN_VERIFY_STATE) {
+    for (int pass = 0; pass < PATH_PASSES; ++pass) {
+      const int row = pass * PATH_ROWS + threadIdx.x / PATH_LANES;
+      topology.ancestors[pass] = in_tree(chunk, row) && place <= p.tree.max_depth
+                                     ? p.tree.ancestors[tree_row(chunk, row) * (p.tree.max_depth + 1) + place]
+                                     : -1;
+    }
+    return topology;
+  }
+
+  // Whatever the tree holds, a row's path has no later row.
+  __device__ void store_path(const Chunk &chunk, int row, int place, int ancestor) const {
+    // an ancestor before the chunk's nodes is the carried row of that depth
+    const int path_row = ancestor >= chunk.first ? ancestor - chunk.first + chunk.carried : place;
+    shared.paths[row * PATH_PITCH + place] = min(path_row, row);
+  }
+
+  __device__ void store_topology(const Chunk &chunk, const Topology &topology) const {
+    const int row = threadIdx.x;
+    if (row < chunk.count) shared.depths[row] = min(max(topology.depth, 0), min(row, p.tree.max_depth));
 #pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) {
-          const float4 keys = *reinterpret_cast<const float4 *>(data + step * 16);
-          state[step][half][0] = keys.x;
-          state[step][half][1] = keys.y;
-          state[step][half][2] = keys.z;
-          state[step][half][3] = keys.w;
-        }
-      } else {
-#pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state[step][half][i] = data[i * view.strides[3]];
-          data += 16 * view.strides[3];
-        }
+    for (int pass = 0; pass < PATH_PASSES; ++pass) {
+      const int path_row = pass * PATH_ROWS + threadIdx.x / PATH_LANES;
+      if (path_row >= chunk.count) break;
+      store_path(chunk, path_row, threadIdx.x % PATH_LANES, topology.ancestors[pass]);
+#pragma unroll 1
+      for (int place = PATH_LANES + threadIdx.x % PATH_LANES; place <= p.tree.max_depth; place += PATH_LANES) {
+        const int ancestor = path_row >= chunk.carried
+                                 ? p.tree.ancestors[tree_row(chunk, path_row) * (p.tree.max_depth + 1) + place]
+                                 : -1;
+        store_path(chunk, path_row, place, ancestor);
       }
     }
   }
 
-  // Depths and paths of all rows. Whatever the tree holds, a row's path has no later row.
-  __device__ void load_paths(const Chunk &chunk) const {
-    const int64_t nodes = static_cast<int64_t>(work.request) * p.tree.max_nodes;
-    const int places = p.tree.max_depth + 1;
-    for (int row = threadIdx.x; row < chunk.count; row += THREADS) {
-      const int depth = row < chunk.carried ? row : p.tree.depths[nodes + chunk.node(row, shared.carried)];
-      shared.depths[row] = min(max(depth, 0), min(row, p.tree.max_depth));
-    }
-#pragma unroll 4
-    for (int at = threadIdx.x; at < chunk.count * places; at += THREADS) {
-      const int row = at / places, place = at - row * places;
-      const int ancestor =
-          row < chunk.carried ? -1 : p.tree.ancestors[(nodes + chunk.first - chunk.carried) * places + at];
-      // an ancestor before the chunk's nodes is the carried row of that depth
-      const int path_row = ancestor >= chunk.first ? ancestor - chunk.first + chunk.carried : place;
-      shared.paths[row * PATH_PITCH + place] = min(path_row, row);
+  // ---- from global to shared memory
+
+  // Where four keys of a row of the state are: in this order the lanes of a warp do not collide.
+  __device__ static int state_place(int row, int quad) { return row * GDN_HEAD_DIM + (quad ^ (row & 1) << 2) * 4; }
+
+  // Starts to copy `rows` rows of a tile from `first` on, by the calling warp.
+  template <int ROWS>
+  __device__ void load_state(float *to, int slot, const Tile &tile, int first) const {
+    const ddt_cuda_view &view = p.ssm_state;
+    const float *from = static_cast<const float *>(view.data) + slot * view.strides[0] +
+                        (k_head * group + tile.head) * view.strides[1] + (tile.column + first) * view.strides[2] +
+                        lane * 4 * view.strides[3];
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      float *place = to + state_place(first + row, lane);
+      if (p.flags & DDT_CUDA_GDN_VERIFY_STATE) {
+        copy_async_16(place, from);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) place[i] = from[i * view.strides[3]];
+      }
+      from += view.strides[2];
     }
   }
 
-  // Starts to copy the block's queries, keys, values, norms and gates to shared memory.
-  __device__ void stage(const Chunk &chunk) const {
-    const int64_t start = work.rows.start;
-    constexpr int HEAD_VECTORS = GDN_HEAD_DIM / 8;
+  // Starts to copy the rows' queries, keys and norms.
+  __device__ void load_heads(const Chunk &chunk, int start) const {
+    constexpr int VECTORS = GDN_HEAD_DIM / 8;
+    const int vector = threadIdx.x % VECTORS;
+    const auto head = [&](int pair) {
+      return ((start + chunk.node(pair / 2, shared.carried)) * 2 + pair % 2) * p.num_k_heads + k_head;
+    };
 #pragma unroll
     for (int part = 0; part < PARTS<T>; ++part) {
       const __nv_bfloat16 *heads = static_cast<const __nv_bfloat16 *>(p.heads) +
-                                   part * static_cast<int64_t>(p.num_rows) * 2 * p.num_k_heads * GDN_HEAD_DIM;
-#pragma unroll 1
-      for (int i = threadIdx.x; i < chunk.count * 2 * HEAD_VECTORS; i += THREADS) {
-        const int vector = i % HEAD_VECTORS, is_key = i / HEAD_VECTORS % 2, row = i / (2 * HEAD_VECTORS);
-        const int64_t global_row = start + chunk.node(row, shared.carried);
-        const int64_t head = (global_row * 2 + is_key) * p.num_k_heads + work.k_head;
-        copy_async_16(head_row(part, is_key, row) + vector * 8, heads + head * GDN_HEAD_DIM + vector * 8);
+                                   part * static_cast<int64_t>(p.num_rows) * 2 * p.num_k_heads * GDN_HEAD_DIM +
+                                   vector * 8;
+#pragma unroll 2
+      for (int pair = threadIdx.x / VECTORS; pair < 2 * chunk.count; pair += THREADS / VECTORS) {
+        copy_async_16(head_row(part, pair % 2, pair / 2) + vector * 8,
+                      heads + static_cast<int64_t>(head(pair)) * GDN_HEAD_DIM);
       }
     }
-    constexpr int TILE_VECTORS = TILE * sizeof(T) / 16, VECTORS = TILES * TILE_VECTORS;
-    static_assert(THREADS % VECTORS == 0, "a thread keeps its tile");
-    const int vector = threadIdx.x % VECTORS, tile = vector / TILE_VECTORS;
-    if (work.has_tile(tile)) {
-      const char *values =
-          static_cast<const char *>(p.values) +
-          (work.head(tile) * GDN_HEAD_DIM + work.column(tile)) * sizeof(T) + vector % TILE_VECTORS * 16;
-      char *to = reinterpret_cast<char *>(shared.weights + p.row_capacity * PATH_PITCH) + vector * 16;
-#pragma unroll 1
-      for (int row = threadIdx.x / VECTORS; row < chunk.count; row += THREADS / VECTORS) {
-        const int64_t global_row = start + chunk.node(row, shared.carried);
-        copy_async_16(to + row * (TILES * TILE * sizeof(T)),
-                      values + global_row * p.num_v_heads * GDN_HEAD_DIM * sizeof(T));
-      }
-    }
-    copy_async_commit();
-    for (int i = threadIdx.x; i < 2 * chunk.count; i += THREADS) {
-      const int row = i / 2, is_key = i % 2;
-      const int64_t global_row = start + chunk.node(row, shared.carried);
-      shared.norms[is_key * p.row_capacity + row] =
-          p.norms[(global_row * 2 + is_key) * p.num_k_heads + work.k_head];
-    }
-    const int gate_tile = threadIdx.x % TILES;
-    if (work.has_tile(gate_tile)) {
-      const float *gates = p.gates + work.head(gate_tile);
-      for (int row = threadIdx.x / TILES; row < chunk.count; row += THREADS / TILES) {
-        const float *from = gates + (start + chunk.node(row, shared.carried)) * 3 * p.num_v_heads;
-        const int at = gate_tile * p.row_capacity + row;
-        shared.log_decays[at] = from[0];
-        shared.betas[at] = from[p.num_v_heads];
-        shared.root_decays[at] = from[2 * p.num_v_heads];
+    const int pair = threadIdx.x;
+    if (pair < 2 * chunk.count) copy_async_4(shared.norms + pair % 2 * p.row_capacity + pair / 2, p.norms + head(pair));
+  }
+
+  // Starts to copy the gates of one row.
+  __device__ void load_gates(const Chunk &chunk, int start, int set, int head, int row) const {
+    const float *from = p.gates +
+                        static_cast<int64_t>(start + chunk.node(row, shared.carried)) * 3 * p.num_v_heads +
+                        k_head * group + head;
+    const int at = set * p.row_capacity + row;
+    copy_async_4(shared.log_decays + at, from);
+    copy_async_4(shared.betas + at, from + p.num_v_heads);
+    copy_async_4(shared.root_decays + at, from + 2 * p.num_v_heads);
+  }
+
+  // Which row and column of its tile a lane has in element `i` of block `block`.
+  template <int ROW_STEP>
+  __device__ int sum_row(int first, int block, int i) const {
+    return first + block * ROW_STEP + lane % 4 * 2 + i % 2;
+  }
+  __device__ int sum_column(int i) const { return lane / 4 + i / 2 * 8; }
+
+  template <int ROW_STEP>
+  __device__ void load_values(const Chunk &chunk, int start, const Tile &tile, int first, Values &values) const {
+    const T *from = static_cast<const T *>(p.values) + (k_head * group + tile.head) * GDN_HEAD_DIM + tile.column;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = min(sum_row<ROW_STEP>(first, block, i), chunk.count - 1);
+        values[block][i] = from[static_cast<int64_t>(start + chunk.node(row, shared.carried)) *
+                                    (p.num_v_heads * GDN_HEAD_DIM) + sum_column(i)];
       }
     }
   }
+
+  // ---- products
 
   // Fragments of eight rows of queries or keys for two steps of 16 elements.
   __device__ void load_rows(uint32_t (&b)[4], int part, int is_key, int row, int step) const {
     load_matrix_x4(b, head_row(part, is_key, row + lane % 8) + step * 16 + lane / 8 * 8);
   }
 
-  // Products of queries and keys with the keys of their ancestors.
-  __device__ void multiply_heads(const Chunk &chunk) const {
-    int unit = 0;
+  // Products of queries and keys with the keys of their ancestors, for `sets` sets of weights.
+  __device__ void multiply_heads(const Chunk &chunk, int sets) const {
+    // Units of 8 rows and 16 ancestors.
+    int node = 0, ancestor = warp * 16;
 #pragma unroll 1
-    for (int node = 0; node < chunk.count; node += 8) {
-#pragma unroll 1
-      for (int ancestor = 0; ancestor < node + 8; ancestor += 16, ++unit) {
-        if (unit % WARPS != warp) continue;
-        float sums[2][2][4] = {};
-#pragma unroll
-        for (int step = 0; step < K_STEPS; step += 2) {
-          uint32_t a[2][PARTS<T>][4];
-#pragma unroll
-          for (int part = 0; part < PARTS<T>; ++part) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              load_matrix_x4(a[i][part],
-                             head_row(part, 1, ancestor + lane % 16) + (step + i) * 16 + lane / 16 * 8);
-            }
-          }
-#pragma unroll
-          for (int is_key = 0; is_key < 2; ++is_key) {
-            uint32_t b[PARTS<T>][4];
-#pragma unroll
-            for (int part = 0; part < PARTS<T>; ++part) load_rows(b[part], part, is_key, node, step);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][0], b[0][2 * i], b[0][2 * i + 1]);
-              if constexpr (PARTS<T> == 2) {
-                mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][0], b[1][2 * i], b[1][2 * i + 1]);
-                mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][1], b[0][2 * i], b[0][2 * i + 1]);
-              }
-            }
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = node + lane % 4 * 2 + i % 2;
-          const int j = ancestor + lane / 4 + i / 2 * 8;
-          if (row >= chunk.count || j > row) continue;
-          const int place = shared.depths[j];
-          if (place > shared.depths[row] || shared.paths[row * PATH_PITCH + place] != j) continue;
-          const float norm = shared.norms[p.row_capacity + j];
-          const int at = row * PATH_PITCH + place;
-          shared.weights[at] = (sums[0][0][i] + sums[0][1][i]) * (norm * shared.norms[row]);
-          shared.key_dots[at] = (sums[1][0][i] + sums[1][1][i]) * (norm * shared.norms[p.row_capacity + row]);
-        }
+    while (true) {
+      while (ancestor > node + 7) {
+        ancestor -= (node + 8 + 15) / 16 * 16;
+        node += 8;
       }
-    }
-  }
-
-  // Products of the state with queries and keys.
-  __device__ void multiply_state(const Chunk &chunk, const float (&state)[K_STEPS][2][4]) const {
-    const int tile = warp_tile();
-    if (!work.has_tile(tile)) return;
-    const T *values = reinterpret_cast<const T *>(shared.weights + p.row_capacity * PATH_PITCH);
-    uint32_t a[2][K_STEPS][4];
-#pragma unroll
-    for (int step = 0; step < K_STEPS; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float *pair = &state[step][i % 2][i / 2 * 2];
-        split(pair[0], pair[1], a[0][step][i], a[1][step][i]);
-      }
-    }
-#pragma unroll 1
-    for (int node = warp_group() * 8; node < chunk.count; node += GROUPS * 8) {
+      if (node >= chunk.count) break;
       float sums[2][2][4] = {};
 #pragma unroll
       for (int step = 0; step < K_STEPS; step += 2) {
+        uint32_t a[2][PARTS<T>][4];
+#pragma unroll
+        for (int part = 0; part < PARTS<T>; ++part) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            load_matrix_x4(a[i][part], head_row(part, 1, ancestor + lane % 16) + (step + i) * 16 + lane / 16 * 8);
+          }
+        }
+#pragma unroll
+        for (int is_key = 0; is_key < 2; ++is_key) {
+          uint32_t b[PARTS<T>][4];
+#pragma unroll
+          for (int part = 0; part < PARTS<T>; ++part) load_rows(b[part], part, is_key, node, step);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][0], b[0][2 * i], b[0][2 * i + 1]);
+            if constexpr (PARTS<T> == 2) {
+              mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][0], b[1][2 * i], b[1][2 * i + 1]);
+              mma_m16n8k16<__nv_bfloat16>(sums[is_key][i], a[i][1], b[0][2 * i], b[0][2 * i + 1]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = node + lane % 4 * 2 + i % 2;
+        const int j = ancestor + lane / 4 + i / 2 * 8;
+        if (row >= chunk.count || j > row) continue;
+        const int place = shared.depths[j];
+        if (place > shared.depths[row] || shared.paths[row * PATH_PITCH + place] != j) continue;
+        const float norm = shared.norms[p.row_capacity + j];
+        const int at = row * PATH_PITCH + place;
+        shared.key_dots[at] = (sums[1][0][i] + sums[1][1][i]) * (norm * shared.norms[p.row_capacity + row]);
+        const float dot = (sums[0][0][i] + sums[0][1][i]) * (norm * shared.norms[row]);
+        for (int set = 0; set < sets; ++set) shared.weights[set * p.row_capacity * PATH_PITCH + at] = dot;
+      }
+      ancestor += WARPS * 16;
+    }
+  }
+
+  // Products of a tile of the state with queries and keys.
+  template <int ROW_STEP>
+  __device__ void multiply_state(const Chunk &chunk, const float *state, int first, Sums &sums) const {
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 16; ++i) sums[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.0f;
+#pragma unroll 1
+    for (int step = 0; step < K_STEPS; step += 2) {
+      uint32_t a[2][2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float4 keys = *reinterpret_cast<const float4 *>(
+              state + state_place(lane / 4 + 8 * half, (step + i) * 4 + lane % 4));
+          split(keys.x, keys.y, a[0][i][half], a[1][i][half]);
+          split(keys.z, keys.w, a[0][i][2 + half], a[1][i][2 + half]);
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        const int node = first + block * ROW_STEP;
+        if (node >= chunk.count) break;
 #pragma unroll
         for (int is_key = 0; is_key < 2; ++is_key) {
           uint32_t b[PARTS<T>][4];
@@ -562,208 +625,298 @@ struct Solve {
           for (int i = 0; i < 2; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              mma_m16n8k16<__nv_bfloat16>(sums[is_key][half], a[half][step + i], b[0][2 * i], b[0][2 * i + 1]);
+              mma_m16n8k16<__nv_bfloat16>(sums[block][is_key][half], a[half][i], b[0][2 * i], b[0][2 * i + 1]);
             }
             if constexpr (PARTS<T> == 2) {
-              mma_m16n8k16<__nv_bfloat16>(sums[is_key][1], a[0][step + i], b[1][2 * i], b[1][2 * i + 1]);
+              mma_m16n8k16<__nv_bfloat16>(sums[block][is_key][1], a[0][i], b[1][2 * i], b[1][2 * i + 1]);
             }
           }
         }
       }
+    }
+  }
+
+  // Where four columns of a row are among a tile's results.
+  __device__ static int result_place(int row, int quad) { return row * TILE + (quad ^ (row >> 1 & 3)) * 4; }
+
+  // rhs and e^d(i) S^T q_i of a tile, over its state.
+  template <int ROW_STEP>
+  __device__ void store_sums(const Chunk &chunk, float *results, int set, int first, const Sums &sums,
+                             const Values &values) const {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = node + lane % 4 * 2 + i % 2, column = tile * TILE + lane / 4 + i / 2 * 8;
+        const int row = sum_row<ROW_STEP>(first, block, i), column = sum_column(i);
         if (row >= chunk.count) continue;
-        const float decay = shared.root_decays[tile * p.row_capacity + row];
-        const float value = to_f32(values[row * (TILES * TILE) + column]);
-        const float key_sum = (sums[1][0][i] + sums[1][1][i]) * (decay * shared.norms[p.row_capacity + row]);
-        shared.from_state[row * COLUMN_PITCH + column] =
-            (sums[0][0][i] + sums[0][1][i]) * (decay * shared.norms[row]);
-        shared.rhs[row * COLUMN_PITCH + column] = shared.betas[tile * p.row_capacity + row] * (value - key_sum);
+        const int gate = set * p.row_capacity + row;
+        const float decay = shared.root_decays[gate];
+        const float(&x)[2][2][4] = sums[block];
+        const float key_sum = (x[1][0][i] + x[1][1][i]) * (decay * shared.norms[p.row_capacity + row]);
+        float *to = results + result_place(row, column / 4) + column % 4;
+        to[0] = shared.betas[gate] * (to_f32(values[block][i]) - key_sum);
+        to[p.row_capacity * TILE] = (x[0][0][i] + x[0][1][i]) * (decay * shared.norms[row]);
       }
     }
   }
 
-  static constexpr int LANES = 8;
-  static constexpr int SLOTS = (MAX_PATH + LANES - 1) / LANES;
+  // ---- substitution
 
-  // What one step of the substitution needs besides the weights; zeros at steps that a row lacks.
+  // What one step needs besides the weights; zeros at steps that a row lacks.
   struct Step {
-    float log_decays[TILES], betas[TILES], key_dots[SLOTS];
+    float log_decay, beta, key_dots[SLOTS];
   };
 
-  __device__ Step load_step(int row, int depth, int place) const {
+  __device__ Step load_step(int set, int row, int depth, int place, int slots) const {
     Step step = {};
     if (place < 0 || place > depth) return step;
     const int j = shared.paths[row * PATH_PITCH + place];
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-      step.log_decays[tile] = shared.log_decays[tile * p.row_capacity + j];
-      step.betas[tile] = shared.betas[tile * p.row_capacity + j];
-    }
+    step.log_decay = shared.log_decays[set * p.row_capacity + j];
+    step.beta = shared.betas[set * p.row_capacity + j];
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       const int other = slot * LANES + lane % LANES;
-      if (other < place) step.key_dots[slot] = shared.key_dots[j * PATH_PITCH + other];
+      if (slot < slots && other < place) step.key_dots[slot] = shared.key_dots[j * PATH_PITCH + other];
     }
     return step;
   }
 
-  // The weights of every row, by substitution from the row up to the root. Eight lanes share a row.
-  __device__ void substitute(const Chunk &chunk) const {
-    const int m = p.row_capacity;
+  // The weights of one set for the eight rows from `first` on, by substitution from the row up to the root.
+  __device__ void substitute(const Chunk &chunk, int set, int first) const {
+    const int row = first + lane / LANES, sub = lane % LANES;
+    const int depth = row < chunk.count ? shared.depths[row] : -1;
+    float *weights = shared.weights + (set * p.row_capacity + row) * PATH_PITCH;
+    float w[SLOTS], decays[SLOTS], sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      const int place = slot * LANES + sub;
+      w[slot] = place <= depth ? weights[place] : 0.0f;
+      decays[slot] = 0.0f;
+    }
+    const int deepest = __reduce_max_sync(FULL_WARP, depth);
+    Step next = load_step(set, row, depth, deepest, SLOTS);
+#pragma unroll
+    for (int slot = SLOTS - 1; slot >= 0; --slot) {
 #pragma unroll 1
-    for (int base = warp * (32 / LANES); base < chunk.count; base += WARPS * (32 / LANES)) {
-      const int row = base + lane / LANES, sub = lane % LANES;
-      const int depth = row < chunk.count ? shared.depths[row] : -1;
-      float *weights = shared.weights + row * PATH_PITCH;
-      float w[TILES][SLOTS], decays[TILES][SLOTS], sums[TILES] = {};
+      for (int place = min(deepest, slot * LANES + LANES - 1); place >= slot * LANES; --place) {
+        const Step step = next;
+        next = load_step(set, row, depth, place - 1, slot + 1);
+        const int owner = place - slot * LANES;
+        const float x = __shfl_sync(FULL_WARP, w[slot], owner, LANES) * step.beta;
+        if (sub == owner) decays[slot] = sum;
+        sum += step.log_decay;
 #pragma unroll
-      for (int slot = 0; slot < SLOTS; ++slot) {
-        const int place = slot * LANES + sub;
-        const float dot = place <= depth ? weights[place] : 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-          w[tile][slot] = dot;
-          decays[tile][slot] = 0.0f;
-        }
+        for (int above = 0; above <= slot; ++above) w[above] = fmaf(-x, step.key_dots[above], w[above]);
       }
-      const int deepest = __reduce_max_sync(FULL_WARP, depth);
-      Step next = load_step(row, depth, deepest);
+    }
 #pragma unroll
-      for (int slot = SLOTS - 1; slot >= 0; --slot) {
-#pragma unroll 1
-        for (int place = min(deepest, slot * LANES + LANES - 1); place >= slot * LANES; --place) {
-          const Step step = next;
-          next = load_step(row, depth, place - 1);
-          const int owner = place - slot * LANES;
-#pragma unroll
-          for (int tile = 0; tile < TILES; ++tile) {
-            const float x = __shfl_sync(FULL_WARP, w[tile][slot], owner, LANES) * step.betas[tile];
-            if (sub == owner) decays[tile][slot] = sums[tile];
-            sums[tile] += step.log_decays[tile];
-#pragma unroll
-            for (int above = 0; above <= slot; ++above) {
-              w[tile][above] = fmaf(-x, step.key_dots[above], w[tile][above]);
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int slot = 0; slot < SLOTS; ++slot) {
-        const int place = slot * LANES + sub;
-        if (place > depth) continue;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-          weights[tile * m * PATH_PITCH + place] = expf(decays[tile][slot]) * w[tile][slot];
-        }
-      }
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      const int place = slot * LANES + sub;
+      if (place <= depth) weights[place] = expf(decays[slot]) * w[slot];
     }
   }
 
-  // Outputs of the chunk's nodes; with the last node also zeros for the idle rows.
-  __device__ void store_outputs(const Chunk &chunk) const {
-    const int quad = threadIdx.x % QUADS, tile = quad / (TILE / 4);
-    if (!work.has_tile(tile)) return;
-    const int first = chunk.first - chunk.carried;
-    const bool is_last = first + chunk.count == work.rows.num_nodes;
-    const int end = is_last ? work.rows.end - work.rows.start - first : chunk.count;
+  // ---- outputs
+
+  // Outputs of the chunk's nodes for one tile, by `threads` threads of which this is `index`; with the
+  // last node also zeros for the idle rows.
+  __device__ void store_outputs(const Chunk &chunk, const RequestRows &rows, const float *results, int set,
+                                const Tile &tile, int index, int threads) const {
+    constexpr int QUADS = TILE / 4;
+    const int first = chunk.first - chunk.carried, quad = index % QUADS;
+    const bool is_last = first + chunk.count == rows.num_nodes;
+    const int end = is_last ? rows.end - rows.start - first : chunk.count;
     const int64_t offset =
-        work.head(tile) * p.out.strides[1] + (work.column(tile) + quad % (TILE / 4) * 4) * p.out.strides[2];
+        (k_head * group + tile.head) * p.out.strides[1] + (tile.column + quad * 4) * p.out.strides[2];
 #pragma unroll 1
-    for (int row = chunk.carried + threadIdx.x / QUADS; row < end; row += THREADS / QUADS) {
+    for (int row = chunk.carried + index / QUADS; row < end; row += threads / QUADS) {
       float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
       if (row < chunk.count) {
         const uint8_t *path = shared.paths + row * PATH_PITCH;
-        const float *weights = shared.weights + (tile * p.row_capacity + row) * PATH_PITCH;
-        sum = *reinterpret_cast<const float4 *>(shared.from_state + row * COLUMN_PITCH + quad * 4);
+        const float *weights = shared.weights + (set * p.row_capacity + row) * PATH_PITCH;
+        sum = *reinterpret_cast<const float4 *>(results + p.row_capacity * TILE + result_place(row, quad));
         const int depth = shared.depths[row];
 #pragma unroll 4
         for (int place = 0; place <= depth; ++place) {
           const float w = weights[place];
-          const float4 rhs = *reinterpret_cast<const float4 *>(shared.rhs + path[place] * COLUMN_PITCH + quad * 4);
+          const float4 rhs = *reinterpret_cast<const float4 *>(results + result_place(path[place], quad));
           sum.x = fmaf(w, rhs.x, sum.x);
           sum.y = fmaf(w, rhs.y, sum.y);
           sum.z = fmaf(w, rhs.z, sum.z);
           sum.w = fmaf(w, rhs.w, sum.w);
         }
       }
-      store_four(p.out, (work.rows.start + first + row) * p.out.strides[0] + offset, p.out.strides[2],
+      store_four(p.out, (rows.start + first + row) * p.out.strides[0] + offset, p.out.strides[2],
                  (p.flags & DDT_CUDA_GDN_VERIFY_OUT) != 0,
                  {p.scale * sum.x, p.scale * sum.y, p.scale * sum.z, p.scale * sum.w});
     }
   }
-
-  __device__ void run() const {
-    for (int first = 0; first < work.rows.num_nodes;) first = run_chunk(first);
-  }
-
-  // Returns the node after the chunk.
-  __device__ int run_chunk(int first) const {
-    float state[K_STEPS][2][4];
-    load_state(state);
-    Chunk chunk{first, 0, 0};
-    if (first > 0) {
-      const int64_t node = static_cast<int64_t>(work.request) * p.tree.max_nodes + first;
-      chunk.carried = min(max(p.tree.depths[node], 0), min(p.tree.max_depth, first));
-      __syncthreads();  // the shared memory of the chunk before is free
-      if (threadIdx.x < chunk.carried) {
-        const int ancestor = p.tree.ancestors[node * (p.tree.max_depth + 1) + threadIdx.x];
-        shared.carried[threadIdx.x] = min(max(ancestor, 0), first - 1);
-      }
-      __syncthreads();
-    }
-    chunk.count = min(chunk.carried + work.rows.num_nodes - first, p.row_capacity);
-    load_paths(chunk);
-    // Only from here on "prepare" must have ended: what is read above are inputs of the call.
-    if (first == 0) wait_for_previous_kernel();
-    stage(chunk);
-    copy_async_wait<0>();
-    __syncthreads();
-    multiply_heads(chunk);
-    multiply_state(chunk, state);
-    __syncthreads();
-    substitute(chunk);
-    __syncthreads();
-    store_outputs(chunk);
-    return first + chunk.count - chunk.carried;
-  }
 };
 
-template <typename T, int GROUPS>
+// Any tree: a block has three tiles, and several warps share each.
+template <typename T, int GROUPS, int MAX_ROWS>
 __device__ __forceinline__ void solve(const ddt_cuda_gdn_verify &p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  const int block = blockIdx.x, slice = block % p.num_slices;
-  const int k_head = block / p.num_slices % p.num_k_heads, request = block / p.num_slices / p.num_k_heads;
+  using Block = Solve<T, TILES * GROUPS, MAX_ROWS>;
+  constexpr int ROW_STEP = 8 * GROUPS;
+  static_assert(Block::BLOCKS * ROW_STEP >= MAX_ROWS && 32 * GROUPS >= MAX_ROWS, "");
+  const int request = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = p.num_v_heads / p.num_k_heads;
+  const Block block{p, Shared<T>(shared_bytes, p.row_capacity, TILES), request, static_cast<int>(blockIdx.y), group,
+                    warp, lane};
+  const Shared<T> &shared = block.shared;
+  Chunk chunk{0, 0, 0};
+  typename Block::Topology topology = block.load_topology(chunk);
   const RequestRows rows = request_rows(p.query_start, p.tree, request, p.num_rows);
-  const int64_t slot = p.state_slots[request];
+  const int slot = p.state_slots[request];
   if (rows.num_nodes == 0 || slot < 0 || slot >= p.num_slots) return;
-  const Work work{rows, slot, request, k_head, slice, p.num_v_heads / p.num_k_heads};
-  Solve<T, GROUPS>{p, work, Shared<T>(shared_bytes, p.row_capacity), static_cast<int>(threadIdx.x / 32),
-                   static_cast<int>(threadIdx.x % 32)}
-      .run();
+
+  const int set = warp / GROUPS, part = warp % GROUPS;
+  const int index = blockIdx.z * TILES + set;
+  const bool has_tile = index < group * (GDN_HEAD_DIM / TILE);
+  const Tile tile(index, group);
+  float *state = shared.tiles + set * TILE_FLOATS;
+  while (true) {
+    constexpr int STATE_ROWS = TILE / GROUPS;
+    if (has_tile) block.template load_state<STATE_ROWS>(state, slot, tile, part * STATE_ROWS);
+    chunk.count = min(chunk.carried + rows.num_nodes - chunk.first, p.row_capacity);
+    block.store_topology(chunk, topology);
+    // Only from here on "prepare" must have ended: what is read above are inputs of the call.
+    if (chunk.first == 0) wait_for_previous_kernel();
+    block.load_heads(chunk, rows.start);
+    typename Block::Values values;
+    if (has_tile) {
+      const int row = part * 32 + lane;
+      if (row < chunk.count) block.load_gates(chunk, rows.start, set, tile.head, row);
+      block.template load_values<ROW_STEP>(chunk, rows.start, tile, part * 8, values);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    block.multiply_heads(chunk, TILES);
+    typename Block::Sums sums;
+    if (has_tile) block.template multiply_state<ROW_STEP>(chunk, state, part * 8, sums);
+    __syncthreads();
+    if (has_tile) {
+      block.template store_sums<ROW_STEP>(chunk, state, set, part * 8, sums, values);
+#pragma unroll 1
+      for (int row = part * 8; row < chunk.count; row += ROW_STEP) block.substitute(chunk, set, row);
+    }
+    __syncthreads();
+    if (has_tile) block.store_outputs(chunk, rows, state, set, tile, part * 32 + lane, GROUPS * 32);
+
+    const int next = chunk.first + chunk.count - chunk.carried;
+    if (next >= rows.num_nodes) break;
+    const int64_t node = static_cast<int64_t>(request) * p.tree.max_nodes + next;
+    chunk = {next, min(max(p.tree.depths[node], 0), min(p.tree.max_depth, next)), 0};
+    __syncthreads();  // the shared memory is free
+    if (threadIdx.x < chunk.carried) {
+      const int ancestor = p.tree.ancestors[node * (p.tree.max_depth + 1) + threadIdx.x];
+      shared.carried[threadIdx.x] = min(max(ancestor, 0), next - 1);
+    }
+    topology = block.load_topology(chunk);
+    __syncthreads();
+  }
+}
+
+// Trees of up to 16 nodes: each warp has tiles of its own, and what all tiles share is computed once
+// for as many of them as the grid leaves to a block.
+__device__ __forceinline__ void solve_small(const ddt_cuda_gdn_verify &p) {
+  using T = __nv_bfloat16;
+  constexpr int WARPS = DDT_CUDA_GDN_VERIFY_SMALL_WARPS, ROWS = DDT_CUDA_GDN_VERIFY_SMALL_NODES, ROW_STEP = 8;
+  using Block = Solve<T, WARPS, ROWS>;
+  static_assert(Block::BLOCKS * ROW_STEP == ROWS && WARPS * 32 >= TILES * ROWS && WARPS >= TILES * ROWS / 8, "");
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  const int request = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = p.num_v_heads / p.num_k_heads;
+  const Block block{p, Shared<T>(shared_bytes, p.row_capacity, WARPS), request, static_cast<int>(blockIdx.y), group,
+                    warp, lane};
+  Chunk chunk{0, 0, 0};
+  const typename Block::Topology topology = block.load_topology(chunk);
+  const RequestRows rows = request_rows(p.query_start, p.tree, request, p.num_rows);
+  const int slot = p.state_slots[request];
+  if (rows.num_nodes == 0 || slot < 0 || slot >= p.num_slots) return;
+  chunk.count = rows.num_nodes;
+
+  const int end = min(static_cast<int>(blockIdx.z + 1) * p.block_tiles, group * (GDN_HEAD_DIM / TILE));
+  int index = blockIdx.z * p.block_tiles + warp;
+  float *state = block.shared.tiles + warp * TILE_FLOATS;
+  const auto prefetch = [&](int tile_index) {
+    if (tile_index >= end || !(p.flags & DDT_CUDA_GDN_VERIFY_STATE)) return;
+    const ddt_cuda_view &view = p.ssm_state;
+    const Tile tile(tile_index, group);
+    const float *from = static_cast<const float *>(view.data) + slot * view.strides[0] +
+                        (block.k_head * group + tile.head) * view.strides[1] + lane % 4 * 32;
+    for (int row = lane / 4; row < TILE; row += 8) prefetch_to_l2(from + (tile.column + row) * view.strides[2]);
+  };
+  if (index < end) block.template load_state<TILE>(state, slot, Tile(index, group), 0);
+  prefetch(index + WARPS);
+  block.store_topology(chunk, topology);
+  wait_for_previous_kernel();
+  block.load_heads(chunk, rows.start);
+  const int gate_row = threadIdx.x % ROWS, gate_head = threadIdx.x / ROWS;
+  if (gate_head < group && gate_row < chunk.count) {
+    block.load_gates(chunk, rows.start, gate_head, gate_head, gate_row);
+  }
+  typename Block::Values values;
+  if (index < end) block.template load_values<ROW_STEP>(chunk, rows.start, Tile(index, group), 0, values);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  block.multiply_heads(chunk, group);
+  typename Block::Sums sums;
+  if (index < end) block.template multiply_state<ROW_STEP>(chunk, state, 0, sums);
+  __syncthreads();
+  if (warp / 2 < group) block.substitute(chunk, warp / 2, warp % 2 * 8);
+  __syncthreads();
+  while (index < end) {
+    const Tile tile(index, group);
+    // one warp alone uses this part of the shared memory
+    __syncwarp();
+    block.template store_sums<ROW_STEP>(chunk, state, tile.head, 0, sums, values);
+    __syncwarp();
+    block.store_outputs(chunk, rows, state, tile.head, tile, lane, 32);
+    index += WARPS;
+    if (index >= end) break;
+    __syncwarp();
+    block.template load_state<TILE>(state, slot, Tile(index, group), 0);
+    copy_async_commit();
+    prefetch(index + WARPS);
+    block.template load_values<ROW_STEP>(chunk, rows.start, Tile(index, group), 0, values);
+    copy_async_wait<0>();
+    __syncwarp();
+    block.template multiply_state<ROW_STEP>(chunk, state, 0, sums);
+  }
 }
 
 }  // namespace
 }  // namespace ddt
 
-#define DDT_PREPARE(NAME, T)                                                                            \
+#define DDT_PREPARE(NAME, T, PACKED)                                                                    \
   extern "C" __global__ void __launch_bounds__(DDT_CUDA_GDN_VERIFY_PREPARE_THREADS) NAME(               \
       const __grid_constant__ ddt_cuda_gdn_verify p) {                                                  \
-    ddt::prepare<T>(p);                                                                                 \
+    ddt::prepare<T, PACKED>(p);                                                                         \
   }
 
-DDT_PREPARE(ddt_gdn_verify_prepare_f32, float)
-DDT_PREPARE(ddt_gdn_verify_prepare_f16, __half)
-DDT_PREPARE(ddt_gdn_verify_prepare_bf16, __nv_bfloat16)
+DDT_PREPARE(ddt_gdn_verify_prepare_f32, float, false)
+DDT_PREPARE(ddt_gdn_verify_prepare_f16, __half, false)
+DDT_PREPARE(ddt_gdn_verify_prepare_bf16, __nv_bfloat16, false)
+DDT_PREPARE(ddt_gdn_verify_prepare_bf16_packed, __nv_bfloat16, true)
 
-#define DDT_SOLVE(NAME, T, GROUPS)                                                                      \
-  extern "C" __global__ void __launch_bounds__(ddt::Solve<T, GROUPS>::THREADS) NAME(                    \
+#define DDT_SOLVE(NAME, T, GROUPS, MAX_ROWS, BLOCKS_PER_SM)                                             \
+  extern "C" __global__ void __launch_bounds__(ddt::TILES * GROUPS * 32, BLOCKS_PER_SM) NAME(           \
       const __grid_constant__ ddt_cuda_gdn_verify p) {                                                  \
-    ddt::solve<T, GROUPS>(p);                                                                           \
+    ddt::solve<T, GROUPS, MAX_ROWS>(p);                                                                 \
   }
 
-DDT_SOLVE(ddt_gdn_verify_solve_f32, float, 4)
-DDT_SOLVE(ddt_gdn_verify_solve_f16, __half, 4)
-DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4)
-DDT_SOLVE(ddt_gdn_verify_solve_bf16_small, __nv_bfloat16, 2)
+DDT_SOLVE(ddt_gdn_verify_solve_f32, float, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
+DDT_SOLVE(ddt_gdn_verify_solve_f16, __half, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
+DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16, 2)
+
+// Fewer warps, so that more blocks run at once.
+DDT_SOLVE(ddt_gdn_verify_solve_bf16_medium, __nv_bfloat16, 2, DDT_CUDA_GDN_VERIFY_MEDIUM_NODES, 3)
+
+extern "C" __global__ void __launch_bounds__(DDT_CUDA_GDN_VERIFY_SMALL_WARPS * 32, 2)
+    ddt_gdn_verify_solve_bf16_small(const __grid_constant__ ddt_cuda_gdn_verify p) {
+  ddt::solve_small(p);
+}

@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-// What can be accessed several elements at a time, and what is worth a prefetch.
+// What can be accessed several elements at a time.
 enum ddt_cuda_gdn_verify_flags {
   // ssm_state: 16 bytes of keys
   DDT_CUDA_GDN_VERIFY_STATE = 1,
@@ -18,8 +18,6 @@ enum ddt_cuda_gdn_verify_flags {
   DDT_CUDA_GDN_VERIFY_WINDOW = 16,
   // out: 4 elements of a head
   DDT_CUDA_GDN_VERIFY_OUT = 32,
-  // the states of all requests fit into L2
-  DDT_CUDA_GDN_VERIFY_PREFETCH = 64,
 };
 
 // Both kernels of the operation: "prepare" convolves, "solve" multiplies with the state.
@@ -57,9 +55,9 @@ struct ddt_cuda_gdn_verify {
   int32_t num_rows;
   int32_t num_k_heads;
   int32_t num_v_heads;
-  // blocks per key head of a request in "solve"
-  int32_t num_slices;
-  // rows that the shared memory of "solve" has room for, a multiple of 16
+  // tiles of 16 value columns per block of "solve" for small trees
+  int32_t block_tiles;
+  // rows that the shared memory of "solve" has room for, a multiple of 8
   int32_t row_capacity;
   // DDT_CUDA_GDN_VERIFY_* bits
   uint32_t flags;
@@ -68,19 +66,29 @@ struct ddt_cuda_gdn_verify {
 };
 
 enum {
-  DDT_CUDA_GDN_VERIFY_PREPARE_THREADS = 256,
+  DDT_CUDA_GDN_VERIFY_PREPARE_THREADS = 128,
   // nodes of a block of "prepare"
-  DDT_CUDA_GDN_VERIFY_PREPARE_NODES = 16,
-  // columns of value heads that a block of "solve" computes, as tiles of 16
+  DDT_CUDA_GDN_VERIFY_PREPARE_NODES = 8,
+  // value heads of a block of "prepare" that computes gates
+  DDT_CUDA_GDN_VERIFY_GATE_HEADS = 16,
+  // columns of value heads that a block of "solve" computes, as tiles of 16; for small trees the
+  // most value heads per key head
   DDT_CUDA_GDN_VERIFY_TILES = 3,
+  // "solve" for small trees: the most nodes, and warps, each with one tile at a time
+  DDT_CUDA_GDN_VERIFY_SMALL_NODES = 16,
+  DDT_CUDA_GDN_VERIFY_SMALL_WARPS = 8,
+  // up to so many nodes a tile has two warps instead of four
+  DDT_CUDA_GDN_VERIFY_MEDIUM_NODES = 32,
   // Shared memory of a block of "solve" per row with one part and with two, and the most rows.
-  DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16 = 1566,
-  DDT_CUDA_GDN_VERIFY_ROW_BYTES = 2110,
+  DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16 = 1150,
+  DDT_CUDA_GDN_VERIFY_ROW_BYTES = 1694,
   DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16 = 64,
-  DDT_CUDA_GDN_VERIFY_MAX_ROWS = 48,
+  DDT_CUDA_GDN_VERIFY_MAX_ROWS = 40,
+  // per tile
+  DDT_CUDA_GDN_VERIFY_TILE_BYTES = 8192,
   // and once: the ancestors that a chunk of nodes starts with
   DDT_CUDA_GDN_VERIFY_EXTRA_BYTES = 32,
-  DDT_CUDA_GDN_VERIFY_SHARED_BYTES = 48 * 2110 + 32,
+  DDT_CUDA_GDN_VERIFY_SHARED_BYTES = 64 * 1150 + 3 * 8192 + 32,
 };
 
 #endif

@@ -11,22 +11,27 @@ use crate::gdn::GDN_HEAD_DIM;
 use crate::gdn_verify::{Checked, GdnVerify};
 use crate::tensor::TensorRef;
 
-/// Larger trees get more warps per block.
-const SMALL_NODES: usize = 32;
-/// States of more bytes are not brought into L2 ahead of time: other data would have to leave.
-const MAX_PREFETCH_BYTES: usize = 24 << 20;
+/// Blocks of "solve" for small trees that a GPU has room for at once, or thereabouts.
+const SMALL_BLOCKS: usize = 256;
+/// What the kernel for packed tensors takes for granted.
+const PACKED_FLAGS: u32 = params::DDT_CUDA_GDN_VERIFY_ROWS
+    | params::DDT_CUDA_GDN_VERIFY_STASH
+    | params::DDT_CUDA_GDN_VERIFY_WEIGHT
+    | params::DDT_CUDA_GDN_VERIFY_WINDOW;
 /// What each array of the workspace starts at a multiple of.
 const ALIGNMENT: usize = 256;
 
-/// The kernels of this operation by dtype of `mixed_qkv`; for small trees of the one that serving
-/// uses a variant with fewer warps.
+/// The kernels of this operation by dtype of `mixed_qkv`; of the one that serving
+/// uses also variants for its memory layout and for small trees.
 pub(crate) struct Kernels {
     prepare_f32: Kernel,
     prepare_f16: Kernel,
     prepare_bf16: Kernel,
+    prepare_bf16_packed: Kernel,
     solve_f32: Kernel,
     solve_f16: Kernel,
     solve_bf16: Kernel,
+    solve_bf16_medium: Kernel,
     solve_bf16_small: Kernel,
 }
 
@@ -38,9 +43,11 @@ impl Kernels {
             prepare_f32: prepare("ddt_gdn_verify_prepare_f32")?,
             prepare_f16: prepare("ddt_gdn_verify_prepare_f16")?,
             prepare_bf16: prepare("ddt_gdn_verify_prepare_bf16")?,
+            prepare_bf16_packed: prepare("ddt_gdn_verify_prepare_bf16_packed")?,
             solve_f32: solve("ddt_gdn_verify_solve_f32")?,
             solve_f16: solve("ddt_gdn_verify_solve_f16")?,
             solve_bf16: solve("ddt_gdn_verify_solve_bf16")?,
+            solve_bf16_medium: solve("ddt_gdn_verify_solve_bf16_medium")?,
             solve_bf16_small: solve("ddt_gdn_verify_solve_bf16_small")?,
         })
     }
@@ -113,21 +120,6 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
 
     let dtype = args.mixed_qkv.dtype();
     let kernels = &device.kernels().gdn_verify;
-    let (prepare, solve, groups) = match dtype {
-        DType::F16 => (&kernels.prepare_f16, &kernels.solve_f16, 4),
-        DType::BF16 if dims.max_nodes <= SMALL_NODES => (&kernels.prepare_bf16, &kernels.solve_bf16_small, 2),
-        DType::BF16 => (&kernels.prepare_bf16, &kernels.solve_bf16, 4),
-        _ => (&kernels.prepare_f32, &kernels.solve_f32, 4),
-    };
-    let (row_bytes, max_rows) = if parts(dtype) == 1 {
-        (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16)
-    } else {
-        (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS)
-    };
-    let row_capacity = dims.max_nodes.next_multiple_of(16).min(max_rows as usize);
-    let tiles = params::DDT_CUDA_GDN_VERIFY_TILES as usize;
-    let num_slices = (heads.num_v / heads.num_k * (GDN_HEAD_DIM / 16)).div_ceil(tiles);
-
     let mut flags = 0;
     for (bit, tensor, dim, elements) in [
         (params::DDT_CUDA_GDN_VERIFY_STATE, &args.ssm_state, 3, 4),
@@ -141,10 +133,43 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
             flags |= bit;
         }
     }
-    let state_bytes = heads.num_v * GDN_HEAD_DIM * GDN_HEAD_DIM * size_of::<f32>();
-    if flags & params::DDT_CUDA_GDN_VERIFY_STATE != 0 && dims.num_reqs * state_bytes <= MAX_PREFETCH_BYTES {
-        flags |= params::DDT_CUDA_GDN_VERIFY_PREFETCH;
-    }
+    let group = heads.num_v / heads.num_k;
+    let tiles = params::DDT_CUDA_GDN_VERIFY_TILES as usize;
+    let head_tiles = group * (GDN_HEAD_DIM / 16);
+    let is_packed = dtype == DType::BF16
+        && args.conv_weight.dtype() == dtype
+        && args.conv_state.dtype() == dtype
+        && args.conv_bias.is_none()
+        && PACKED_FLAGS & !flags == 0
+        && [&args.mixed_qkv, &args.conv_weight, &args.conv_state, &args.stash_qkv.view()]
+            .iter()
+            .all(|tensor| tensor.strides().iter().skip(tensor.strides().len() - 2).all(|&stride| i32::try_from(stride).is_ok()));
+    let prepare = match dtype {
+        DType::F16 => &kernels.prepare_f16,
+        DType::BF16 if is_packed => &kernels.prepare_bf16_packed,
+        DType::BF16 => &kernels.prepare_bf16,
+        _ => &kernels.prepare_f32,
+    };
+    // a block's tiles, its parts of the state in shared memory, its warps
+    let (solve, block_tiles, buffers, warps) = match dtype {
+        DType::F16 => (&kernels.solve_f16, tiles, tiles, 4 * tiles),
+        DType::BF16 if dims.max_nodes <= params::DDT_CUDA_GDN_VERIFY_SMALL_NODES as usize && group <= tiles => {
+            let warps = params::DDT_CUDA_GDN_VERIFY_SMALL_WARPS as usize;
+            let slices = (SMALL_BLOCKS / (dims.num_reqs * heads.num_k).max(1)).clamp(1, head_tiles.div_ceil(tiles));
+            (&kernels.solve_bf16_small, head_tiles.div_ceil(slices), warps, warps)
+        }
+        DType::BF16 if dims.max_nodes <= params::DDT_CUDA_GDN_VERIFY_MEDIUM_NODES as usize => {
+            (&kernels.solve_bf16_medium, tiles, tiles, 2 * tiles)
+        }
+        DType::BF16 => (&kernels.solve_bf16, tiles, tiles, 4 * tiles),
+        _ => (&kernels.solve_f32, tiles, tiles, 4 * tiles),
+    };
+    let (row_bytes, max_rows) = if parts(dtype) == 1 {
+        (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16)
+    } else {
+        (params::DDT_CUDA_GDN_VERIFY_ROW_BYTES, params::DDT_CUDA_GDN_VERIFY_MAX_ROWS)
+    };
+    let row_capacity = dims.max_nodes.next_multiple_of(16).min(max_rows as usize);
 
     let kernel_params = params::ddt_cuda_gdn_verify {
         conv_weight: View::new(&args.conv_weight),
@@ -171,30 +196,27 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
         num_rows: num_rows.min(i32::MAX as usize) as i32,
         num_k_heads: heads.num_k as i32,
         num_v_heads: heads.num_v as i32,
-        num_slices: num_slices as i32,
+        block_tiles: block_tiles as i32,
         row_capacity: row_capacity as i32,
         flags,
         scale,
         norm_eps,
     };
-    let grid = |blocks_per_request: usize| {
-        let blocks = dims.num_reqs * blocks_per_request;
-        if blocks > i32::MAX as usize {
-            bail!(InvalidShape, "tree.num_reqs: got {}, want fewer", dims.num_reqs);
-        }
-        Ok([blocks as u32, 1, 1])
-    };
+    let grid = |heads: usize, parts: usize| [dims.num_reqs as u32, heads as u32, parts as u32];
+    let gate_blocks = heads.num_v.div_ceil(params::DDT_CUDA_GDN_VERIFY_GATE_HEADS as usize);
     let node_groups = dims.max_nodes.div_ceil(params::DDT_CUDA_GDN_VERIFY_PREPARE_NODES as usize);
     let prepare_launch = Launch {
-        grid: grid(node_groups * (2 * heads.num_k + heads.num_v))?,
+        grid: grid(2 * heads.num_k + heads.num_v + gate_blocks, node_groups),
         block: params::DDT_CUDA_GDN_VERIFY_PREPARE_THREADS,
         shared_bytes: 0,
         overlaps_previous: false,
     };
     let solve_launch = Launch {
-        grid: grid(heads.num_k * num_slices)?,
-        block: 32 * tiles as u32 * groups,
-        shared_bytes: (row_capacity * row_bytes as usize) as u32 + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES,
+        grid: grid(heads.num_k, head_tiles.div_ceil(block_tiles)),
+        block: 32 * warps as u32,
+        shared_bytes: row_capacity as u32 * row_bytes
+            + buffers as u32 * params::DDT_CUDA_GDN_VERIFY_TILE_BYTES
+            + params::DDT_CUDA_GDN_VERIFY_EXTRA_BYTES,
         overlaps_previous: true,
     };
     // SAFETY: the caller's promise.

@@ -334,7 +334,6 @@ pub const DDT_CUDA_GDN_VERIFY_STASH: ddt_cuda_gdn_verify_flags = 4;
 pub const DDT_CUDA_GDN_VERIFY_WEIGHT: ddt_cuda_gdn_verify_flags = 8;
 pub const DDT_CUDA_GDN_VERIFY_WINDOW: ddt_cuda_gdn_verify_flags = 16;
 pub const DDT_CUDA_GDN_VERIFY_OUT: ddt_cuda_gdn_verify_flags = 32;
-pub const DDT_CUDA_GDN_VERIFY_PREFETCH: ddt_cuda_gdn_verify_flags = 64;
 pub type ddt_cuda_gdn_verify_flags = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -362,7 +361,7 @@ pub struct ddt_cuda_gdn_verify {
     pub num_rows: i32,
     pub num_k_heads: i32,
     pub num_v_heads: i32,
-    pub num_slices: i32,
+    pub block_tiles: i32,
     pub row_capacity: i32,
     pub flags: u32,
     pub scale: f32,
@@ -446,8 +445,8 @@ const _: () = {
         "Offset of field: ddt_cuda_gdn_verify::num_v_heads",
     ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_v_heads) - 752usize];
     [
-        "Offset of field: ddt_cuda_gdn_verify::num_slices",
-    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, num_slices) - 756usize];
+        "Offset of field: ddt_cuda_gdn_verify::block_tiles",
+    ][::std::mem::offset_of!(ddt_cuda_gdn_verify, block_tiles) - 756usize];
     [
         "Offset of field: ddt_cuda_gdn_verify::row_capacity",
     ][::std::mem::offset_of!(ddt_cuda_gdn_verify, row_capacity) - 760usize];
@@ -461,15 +460,20 @@ const _: () = {
         "Offset of field: ddt_cuda_gdn_verify::norm_eps",
     ][::std::mem::offset_of!(ddt_cuda_gdn_verify, norm_eps) - 772usize];
 };
-pub const DDT_CUDA_GDN_VERIFY_PREPARE_THREADS: _bindgen_ty_4 = 256;
-pub const DDT_CUDA_GDN_VERIFY_PREPARE_NODES: _bindgen_ty_4 = 16;
+pub const DDT_CUDA_GDN_VERIFY_PREPARE_THREADS: _bindgen_ty_4 = 128;
+pub const DDT_CUDA_GDN_VERIFY_PREPARE_NODES: _bindgen_ty_4 = 8;
+pub const DDT_CUDA_GDN_VERIFY_GATE_HEADS: _bindgen_ty_4 = 16;
 pub const DDT_CUDA_GDN_VERIFY_TILES: _bindgen_ty_4 = 3;
-pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16: _bindgen_ty_4 = 1566;
-pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES: _bindgen_ty_4 = 2110;
+pub const DDT_CUDA_GDN_VERIFY_SMALL_NODES: _bindgen_ty_4 = 16;
+pub const DDT_CUDA_GDN_VERIFY_SMALL_WARPS: _bindgen_ty_4 = 8;
+pub const DDT_CUDA_GDN_VERIFY_MEDIUM_NODES: _bindgen_ty_4 = 32;
+pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16: _bindgen_ty_4 = 1150;
+pub const DDT_CUDA_GDN_VERIFY_ROW_BYTES: _bindgen_ty_4 = 1694;
 pub const DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16: _bindgen_ty_4 = 64;
-pub const DDT_CUDA_GDN_VERIFY_MAX_ROWS: _bindgen_ty_4 = 48;
+pub const DDT_CUDA_GDN_VERIFY_MAX_ROWS: _bindgen_ty_4 = 40;
+pub const DDT_CUDA_GDN_VERIFY_TILE_BYTES: _bindgen_ty_4 = 8192;
 pub const DDT_CUDA_GDN_VERIFY_EXTRA_BYTES: _bindgen_ty_4 = 32;
-pub const DDT_CUDA_GDN_VERIFY_SHARED_BYTES: _bindgen_ty_4 = 101312;
+pub const DDT_CUDA_GDN_VERIFY_SHARED_BYTES: _bindgen_ty_4 = 98208;
 pub type _bindgen_ty_4 = ::std::os::raw::c_uint;
 pub const DDT_CUDA_TREE_ACCEPT_CHOOSE_THREADS: _bindgen_ty_5 = 256;
 pub const DDT_CUDA_TREE_ACCEPT_BLOCKS_PER_SM: _bindgen_ty_5 = 4;
