@@ -911,7 +911,7 @@ DDT_PREPARE(ddt_gdn_verify_prepare_bf16_packed, __nv_bfloat16, true)
 
 DDT_SOLVE(ddt_gdn_verify_solve_f32, float, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
 DDT_SOLVE(ddt_gdn_verify_solve_f16, __half, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
-DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16, 2)
+DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16, 1)
 
 // Fewer warps, so that more blocks run at once.
 DDT_SOLVE(ddt_gdn_verify_solve_bf16_medium, __nv_bfloat16, 2, DDT_CUDA_GDN_VERIFY_MEDIUM_NODES, 3)

@@ -141,9 +141,15 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
         && args.conv_state.dtype() == dtype
         && args.conv_bias.is_none()
         && PACKED_FLAGS & !flags == 0
-        && [&args.mixed_qkv, &args.conv_weight, &args.conv_state, &args.stash_qkv.view()]
-            .iter()
-            .all(|tensor| tensor.strides().iter().skip(tensor.strides().len() - 2).all(|&stride| i32::try_from(stride).is_ok()));
+        && [&args.mixed_qkv, &args.conv_weight, &args.conv_state, &args.stash_qkv.view()].iter().all(
+            |tensor| {
+                tensor
+                    .strides()
+                    .iter()
+                    .skip(tensor.strides().len() - 2)
+                    .all(|&stride| i32::try_from(stride).is_ok())
+            },
+        );
     let prepare = match dtype {
         DType::F16 => &kernels.prepare_f16,
         DType::BF16 if is_packed => &kernels.prepare_bf16_packed,
@@ -153,9 +159,12 @@ pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream
     // a block's tiles, its parts of the state in shared memory, its warps
     let (solve, block_tiles, buffers, warps) = match dtype {
         DType::F16 => (&kernels.solve_f16, tiles, tiles, 4 * tiles),
-        DType::BF16 if dims.max_nodes <= params::DDT_CUDA_GDN_VERIFY_SMALL_NODES as usize && group <= tiles => {
+        DType::BF16
+            if dims.max_nodes <= params::DDT_CUDA_GDN_VERIFY_SMALL_NODES as usize && group <= tiles =>
+        {
             let warps = params::DDT_CUDA_GDN_VERIFY_SMALL_WARPS as usize;
-            let slices = (SMALL_BLOCKS / (dims.num_reqs * heads.num_k).max(1)).clamp(1, head_tiles.div_ceil(tiles));
+            let slices =
+                (SMALL_BLOCKS / (dims.num_reqs * heads.num_k).max(1)).clamp(1, head_tiles.div_ceil(tiles));
             (&kernels.solve_bf16_small, head_tiles.div_ceil(slices), warps, warps)
         }
         DType::BF16 if dims.max_nodes <= params::DDT_CUDA_GDN_VERIFY_MEDIUM_NODES as usize => {

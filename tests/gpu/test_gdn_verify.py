@@ -230,6 +230,14 @@ def test_outputs(rng, dtype, sizes, max_nodes, max_depth):
     check(make(rng, trees(rng, sizes, max_depth), max_nodes, max_depth, dtype=dtype))
 
 
+@pytest.mark.parametrize("num_reqs, max_nodes", [(96, 16), (2, 32), (2, 64)])
+def test_serving_layout(rng, num_reqs, max_nodes):
+    """Channels of the window lie side by side. Of many small trees a block has all value heads of a key head."""
+    case = make(rng, trees(rng, [rng.randint(1, max_nodes) for _ in range(num_reqs)], 15), max_nodes, 15)
+    case.tensors["conv_state"] = case.tensors["conv_state"].transpose(1, 2).contiguous().transpose(1, 2)
+    check(case)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_deep_trees_in_chunks(rng, dtype):
     """Paths as long as they may be, that reach from one chunk of nodes into the next."""
