@@ -73,6 +73,10 @@ __device__ __forceinline__ void prefetch_tensor_map(const void *tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void *global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // Ordinary stores before it become visible to wgmma and to the copy engine; a barrier must follow.
 __device__ __forceinline__ void publish_to_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -429,13 +429,18 @@ __device__ void store(const Params &p, const Piece &piece, Lines<T, DIM> &lines,
         store_pair(p.out, offset + n * 8, lines.out[n][half * 2] * scale, lines.out[n][half * 2 + 1] * scale);
       }
     } else {
-      const int64_t place = int64_t(piece.slot) * p.tile_rows + line - piece.first_line;
-      float *out = p.partial_out + place * DIM + column;
+      const int64_t slot = int64_t(piece.slot) * p.tile_rows;
+      const int tile_line = line - piece.first_line;
+      float *out = p.partial_out + slot * DIM + partial_offset(DIM, tile_line, column);
 #pragma unroll
-      for (int n = 0; n < DIM / 8; n++) {
-        *reinterpret_cast<float2 *>(out + n * 8) = make_float2(lines.out[n][half * 2], lines.out[n][half * 2 + 1]);
+      for (int n = 0; n < DIM / 8; n += 2) {
+        *reinterpret_cast<float4 *>(out + n * 64) =
+            make_float4(lines.out[n][half * 2], lines.out[n][half * 2 + 1], lines.out[n + 1][half * 2],
+                        lines.out[n + 1][half * 2 + 1]);
       }
-      if (column == 0) reinterpret_cast<float2 *>(p.partial_stats)[place] = make_float2(lines.max[half], sum);
+      if (column == 0) {
+        reinterpret_cast<float2 *>(p.partial_stats)[slot + tile_line] = make_float2(lines.max[half], sum);
+      }
     }
   }
 }
@@ -632,10 +637,12 @@ __device__ void attend_any(const Params &p) {
           store_f32(p.out, offset + (c * 32 + lane) * p.out.strides[2], out[i][c] * scale);
         }
       } else {
-        const int64_t place = int64_t(piece.slot) * ROWS + row;
+        const int64_t slot = int64_t(piece.slot) * ROWS;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) p.partial_out[place * DIM + c * 32 + lane] = out[i][c];
-        if (lane == 0) reinterpret_cast<float2 *>(p.partial_stats)[place] = make_float2(max[i], total);
+        for (int c = 0; c < COLUMNS; c++) {
+          p.partial_out[slot * DIM + partial_offset(DIM, row, c * 32 + lane)] = out[i][c];
+        }
+        if (lane == 0) reinterpret_cast<float2 *>(p.partial_stats)[slot + row] = make_float2(max[i], total);
       }
     }
   }
@@ -643,87 +650,140 @@ __device__ void attend_any(const Params &p) {
 
 // ---- combine
 
-// The request that owns a row, -1 if none. Called by whole warps.
-__device__ int request_of_row(const Params &p, int row) {
-  for (int base = 0; base < p.tree.num_reqs; base += 32) {
-    const int r = base + threadIdx.x % 32;
-    const bool owns = r < p.tree.num_reqs && p.query_start[r] <= row && row < p.query_start[r + 1];
-    const unsigned owners = __ballot_sync(FULL_WARP, owns);
-    if (owners != 0) return base + __ffs(owners) - 1;
+// What a thread, and then a team, has of a line: 4 columns and the sum of the weights, relative to 2^top.
+struct Sums {
+  float4 columns;
+  float total;
+  float top;
+
+  // Brings the sums to a maximum that is not below their own.
+  __device__ void raise(float new_top) {
+    // nothing seen yet: any finite number keeps the sums 0
+    const float factor = exp2f(top - (new_top == -INFINITY ? 0.0f : new_top));
+    columns.x *= factor;
+    columns.y *= factor;
+    columns.z *= factor;
+    columns.w *= factor;
+    total *= factor;
+    top = new_top;
   }
-  return -1;
-}
+  __device__ void add(const float4 &x, float weight, float sum) {
+    columns.x += weight * x.x;
+    columns.y += weight * x.y;
+    columns.z += weight * x.z;
+    columns.w += weight * x.w;
+    total += weight * sum;
+  }
+};
 
-// A CTA combines some heads of a row, one after the other. A thread adds up 4 columns of every
-// `parts`-th piece; what the threads of a column have is added up in shared memory.
+// A CTA combines heads of a row. A team of threads takes a head: a thread adds up 4 columns of every `parts`-th
+// piece; what the threads of a column have is added up in shared memory.
 __device__ void combine(const Params &p) {
-  __shared__ float4 sums[DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS];
-  __shared__ float totals[DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS];
+  constexpr int THREADS = DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS;
+  // pieces that a thread loads at a time
+  constexpr int BATCH = 6;
+  struct Owner {
+    Request request;
+    int row_tiles, kv_tiles;
+    int64_t first_item;
+    Schedule schedule;
+  };
+  __shared__ Sums sums[THREADS];
+  __shared__ __align__(alignof(Owner)) char owner_memory[sizeof(Owner)];
+  Owner &owner = reinterpret_cast<Owner &>(owner_memory);
   const int row = blockIdx.x;
-  const int r = request_of_row(p, row);
-  if (r < 0) return;
-  const Request request = load_request(p, r);
+  // only inputs of the call, which the attend kernel does not write either
+  if (threadIdx.x < 32) {
+    const Batch batch(p);
+    const auto owns = [&](int r, int64_t, const Work &) { return p.query_start[r] <= row && row < p.query_start[r + 1]; };
+    int64_t first_item = 0;
+    const int r = batch.find(owns, first_item);
+    if (threadIdx.x == 0) {
+      const Work work(p, r < 0 ? p.tree.num_reqs : r);
+      owner = {work.request, work.row_tiles, work.kv_tiles, first_item, batch.schedule()};
+    }
+  }
+  __syncthreads();
+  const Request request = owner.request;
   if (request.num_lines == 0) return;
-  // what was read so far are inputs of the call, which the attend kernel does not write either
-  wait_for_previous_kernel();
-  const int q = row - request.first_row;
+  const Schedule schedule = owner.schedule;
+  const int tiles = owner.kv_tiles, slot_floats = p.tile_rows * p.head_dim;
+  const int columns = p.head_dim / 4, parts = p.combine_parts, teams = THREADS / (columns * parts);
+  const int column = threadIdx.x % columns, part = threadIdx.x / columns % parts;
+  const int team = threadIdx.x / (columns * parts), q = row - request.first_row;
   const bool idle = q * p.group >= request.num_lines;
-  const Schedule schedule = {p.schedule[p.tree.num_reqs], static_cast<int>(p.schedule[p.tree.num_reqs + 1])};
-  const int64_t first_item = p.schedule[r];
-  const int tiles = kv_tiles(p, request), per_head = row_tiles(p, request);
   const float2 *stats = reinterpret_cast<const float2 *>(p.partial_stats);
-  const int columns = p.head_dim / 4, parts = blockDim.x / columns;
-  const int part = threadIdx.x / columns, column = threadIdx.x % columns * 4;
+  wait_for_previous_kernel();
 
-  for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float total = 0.0f;
-    if (!idle) {
+  for (int first_head = blockIdx.y * teams; first_head < p.num_heads; first_head += gridDim.y * teams) {
+    const int head = first_head + team;
+    bool writes = head < p.num_heads;
+    Sums mine = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), 0.0f, -INFINITY};
+    if (writes && !idle) {
       const int kv_head = head / p.group, line = q * p.group + head - kv_head * p.group;
       const int tile = line / p.tile_rows, tile_line = line - tile * p.tile_rows;
-      const int64_t first = first_item + (int64_t(kv_head) * per_head + tile) * tiles;
+      const int64_t first = owner.first_item + (int64_t(kv_head) * owner.row_tiles + tile) * tiles;
       const int first_cta = schedule.cta_of(first), last_cta = schedule.cta_of(first + tiles - 1);
-      if (first_cta == last_cta) continue;  // written by the attend kernel
-      // the first piece starts its unit, the others do not
-      const auto place = [&](int cta) {
-        return (2 * int64_t(cta) + (cta == first_cta)) * p.tile_rows + tile_line;
-      };
-      float top = -INFINITY;
-      for (int cta = first_cta + threadIdx.x % 32; cta <= last_cta; cta += 32) top = fmaxf(top, stats[place(cta)].x);
-      top = warp_max(top);
-#pragma unroll 4
-      for (int cta = first_cta + part; cta <= last_cta; cta += parts) {
-        const float2 stat = stats[place(cta)];
-        const float4 x = *reinterpret_cast<const float4 *>(p.partial_out + place(cta) * p.head_dim + column);
-        if (stat.y == 0.0f) continue;
-        const float weight = exp2f(stat.x - top);
-        total += weight * stat.y;
-        sum.x += weight * x.x;
-        sum.y += weight * x.y;
-        sum.z += weight * x.z;
-        sum.w += weight * x.w;
-      }
-      __syncthreads();  // the head before has been read
-      sums[threadIdx.x] = sum;
-      totals[threadIdx.x] = total;
-      __syncthreads();
-      if (part == 0) {
-        for (int i = threadIdx.x + columns; i < blockDim.x; i += columns) {
-          total += totals[i];
-          sum.x += sums[i].x;
-          sum.y += sums[i].y;
-          sum.z += sums[i].z;
-          sum.w += sums[i].w;
+      writes = first_cta != last_cta;  // else by the attend kernel
+      // columns 16 * (column / 4) + 2 * (column % 4), the next one, and both 8 further
+      const float *outs =
+          p.partial_out + partial_offset(p.head_dim, tile_line, column / 4 * 16 + column % 4 * 2);
+      for (int cta = writes ? first_cta + part : last_cta + 1; cta <= last_cta; cta += BATCH * parts) {
+        float2 stat[BATCH];
+        float4 x[BATCH];
+        float top = mine.top;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+          stat[i] = make_float2(-INFINITY, 0.0f);
+          x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          const int from = cta + i * parts;
+          if (from <= last_cta) {
+            // the first piece starts its unit, the others do not
+            const int slot = 2 * from + (from == first_cta);
+            stat[i] = stats[slot * p.tile_rows + tile_line];
+            x[i] = *reinterpret_cast<const float4 *>(outs + slot * slot_floats);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) top = fmaxf(top, stat[i].x);
+        mine.raise(top);
+        const float base = top == -INFINITY ? 0.0f : top;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+          if (stat[i].y != 0.0f) mine.add(x[i], exp2f(stat[i].x - base), stat[i].y);
         }
       }
     }
-    if (part > 0) continue;
-    const float scale = total == 0.0f ? 0.0f : 1.0f / total;
-    const int64_t offset = row * p.out.strides[0] + head * p.out.strides[1] + column * p.out.strides[2];
-    store_f32(p.out, offset, sum.x * scale);
-    store_f32(p.out, offset + p.out.strides[2], sum.y * scale);
-    store_f32(p.out, offset + 2 * p.out.strides[2], sum.z * scale);
-    store_f32(p.out, offset + 3 * p.out.strides[2], sum.w * scale);
+    if (parts > 1) {
+      __syncthreads();  // the heads before have been read
+      sums[threadIdx.x] = mine;
+      __syncthreads();
+      if (part == 0) {
+        float top = mine.top;
+        for (int i = 1; i < parts; i++) top = fmaxf(top, sums[threadIdx.x + i * columns].top);
+        mine.raise(top);
+        for (int i = 1; i < parts; i++) {
+          Sums other = sums[threadIdx.x + i * columns];
+          other.raise(top);
+          mine.add(other.columns, 1.0f, other.total);
+        }
+      }
+    }
+    if (!writes || part > 0) continue;
+    const float scale = mine.total == 0.0f ? 0.0f : 1.0f / mine.total;
+    const int64_t step = p.out.strides[2];
+    const int64_t offset =
+        row * p.out.strides[0] + head * p.out.strides[1] + (column / 4 * 16 + column % 4 * 2) * step;
+    const float4 x = mine.columns;
+    if (p.out_has_pairs) {
+      store_pair(p.out, offset, x.x * scale, x.y * scale);
+      store_pair(p.out, offset + 8, x.z * scale, x.w * scale);
+    } else {
+      store_f32(p.out, offset, x.x * scale);
+      store_f32(p.out, offset + step, x.y * scale);
+      store_f32(p.out, offset + 8 * step, x.z * scale);
+      store_f32(p.out, offset + 9 * step, x.w * scale);
+    }
   }
 }
 
@@ -752,7 +812,7 @@ DDT_ATTEND_ANY(64)
 DDT_ATTEND_ANY(128)
 DDT_ATTEND_ANY(256)
 
-extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS, 3)
     ddt_tree_attention_combine(const __grid_constant__ ddt_cuda_tree_attention p) {
   ddt::tree_attention::combine(p);
 }

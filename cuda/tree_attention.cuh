@@ -14,8 +14,8 @@
 // that is a whole unit goes straight to `out`. Any other leaves its unnormalised outputs and their
 // (maximum to the base 2, sum) per line in the workspace, at slot `2 * cta + (piece starts where its unit starts)`:
 // a CTA has at most one piece that starts inside a unit and at most one that ends inside one. A line
-// that saw nothing has maximum -inf, sum 0 and any output. CTA 0 writes `schedule`, from which the combine kernel
-// finds the pieces of every row. The combine kernel also writes the zeros of idle rows.
+// that saw nothing has maximum -inf, sum 0 and any output. The combine kernel computes the same schedule, finds
+// the pieces of every row with it, and also writes the zeros of idle rows.
 #pragma once
 
 #include "common.cuh"
@@ -35,11 +35,13 @@ struct Request {
 };
 
 __device__ __forceinline__ Request load_request(const Params &p, int r) {
+  // all loads before the first decision: their latencies overlap
   const RequestRows rows = request_rows(p.query_start, p.tree, r, p.num_rows);
+  const int prefix_rows = p.prefix_rows == nullptr ? 0 : p.prefix_rows[r], seq_len = p.seq_lens[r];
   if (rows.num_nodes == 0) return {rows.start, 0, 0, 0, 0};
   const int num_rows = rows.end - rows.start;
-  const int prefix = p.prefix_rows == nullptr ? 0 : min(max(p.prefix_rows[r], 0), num_rows - rows.num_nodes);
-  const int root_token = max(p.seq_lens[r], num_rows) - num_rows + prefix;
+  const int prefix = min(max(prefix_rows, 0), num_rows - rows.num_nodes);
+  const int root_token = max(seq_len, num_rows) - num_rows + prefix;
   const int64_t capacity = int64_t(p.max_blocks) * p.block_size;
   const int num_tokens = static_cast<int>(min(int64_t(root_token + rows.num_nodes), capacity));
   return {rows.start, (prefix + rows.num_nodes) * p.group, prefix, root_token, num_tokens};
@@ -47,22 +49,106 @@ __device__ __forceinline__ Request load_request(const Params &p, int r) {
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-__device__ __forceinline__ int row_tiles(const Params &p, const Request &request) {
-  return ceil_div(request.num_lines, p.tile_rows);
-}
+// The work items of one request.
+struct Work {
+  Request request;
+  int row_tiles, kv_tiles, units;
+  int64_t items;
 
-// At least 1, so that every unit is written even if the block table holds no token of it.
-__device__ __forceinline__ int kv_tiles(const Params &p, const Request &request) {
-  return max((request.num_tokens + p.tile_tokens - 1) / p.tile_tokens, 1);
-}
+  // None from the last request on.
+  __device__ Work(const Params &p, int r) : request{}, row_tiles(0), kv_tiles(1), units(0), items(0) {
+    if (r >= p.tree.num_reqs) return;
+    request = load_request(p, r);
+    row_tiles = ceil_div(request.num_lines, p.tile_rows);
+    // at least 1, so that every unit is written even if the block table holds no token of it
+    kv_tiles = max((request.num_tokens + p.tile_tokens - 1) / p.tile_tokens, 1);
+    units = p.num_kv_heads * row_tiles;
+    items = int64_t(units) * kv_tiles;
+  }
+};
 
-// Which CTA has which work items.
+// Which CTA has which work items: those from cta * num_items / num_ctas on.
 struct Schedule {
   int64_t num_items;
   int num_ctas;  // that have work
 
-  __device__ int64_t begin(int cta) const { return cta * num_items / num_ctas; }
+  __device__ Schedule(const Params &p, int64_t items, int units) : num_items(items) {
+    // At least min_tiles items for each, and as many for each unit if that costs few CTAs: then no
+    // CTA has to start twice.
+    const int enough = p.num_ctas * p.min_tiles;
+    const int ctas = items >= enough ? p.num_ctas : max(static_cast<int>(items) / p.min_tiles, 1);
+    const int even = units == 0 ? 0 : ctas - ctas % units;
+    num_ctas = 16 * (ctas - even) <= ctas ? even : ctas;
+  }
+
+  // Of CTAs `cta` and the next one.
+  __device__ void begin_end(int cta, int64_t &begin, int64_t &end) const {
+    const int64_t each = num_items / num_ctas;
+    const int more = static_cast<int>(num_items - each * num_ctas);
+    begin = cta * each + cta * more / num_ctas;
+    end = (cta + 1) * each + (cta + 1) * more / num_ctas;
+  }
   __device__ int cta_of(int64_t item) const { return static_cast<int>(((item + 1) * num_ctas - 1) / num_items); }
+};
+
+// The work of all requests. A warp adds it up: lanes take a request each, 32 at a time; mostly there are no more.
+class Batch {
+ public:
+  __device__ explicit Batch(const Params &p)
+      : p_(p), mine_(p, lane()), end_(sum_up_to_lane(mine_.items)), schedule_(add_up()) {}
+
+  __device__ const Schedule &schedule() const { return schedule_; }
+
+  // The first request that `owns(request, its first item, its work)` says yes to, -1 if none, and its first item.
+  template <typename Owns>
+  __device__ int find(Owns owns, int64_t &first_item) const {
+    Work mine = mine_;
+    int64_t end = end_, passed = 0;
+    for (int base = 0; base < p_.tree.num_reqs; base += 32) {
+      if (base > 0) {
+        mine = Work(p_, base + lane());
+        end = sum_up_to_lane(mine.items);
+      }
+      const int64_t first = passed + end - mine.items;
+      const bool is_request = base + lane() < p_.tree.num_reqs;
+      const unsigned owners = __ballot_sync(FULL_WARP, is_request && owns(base + lane(), first, mine));
+      if (owners != 0) {
+        const int owner = __ffs(owners) - 1;
+        first_item = __shfl_sync(FULL_WARP, first, owner);
+        return base + owner;
+      }
+      passed += __shfl_sync(FULL_WARP, end, 31);
+    }
+    return -1;
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  __device__ static int64_t sum_up_to_lane(int64_t x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t before = __shfl_up_sync(FULL_WARP, x, step);
+      if (lane() >= step) x += before;
+    }
+    return x;
+  }
+
+  __device__ Schedule add_up() const {
+    int64_t items = end_;
+    int units = mine_.units;
+    for (int base = 32; base < p_.tree.num_reqs; base += 32) {
+      const Work other(p_, base + lane());
+      items += sum_up_to_lane(other.items);
+      units += other.units;
+    }
+    return Schedule(p_, __shfl_sync(FULL_WARP, items, 31), __reduce_add_sync(FULL_WARP, units));
+  }
+
+  const Params &p_;
+  Work mine_;    // of request `lane`
+  int64_t end_;  // items of the requests up to `lane`
+  Schedule schedule_;
 };
 
 // One piece of a CTA's span: KV tiles [first_tile, last_tile) of a unit.
@@ -81,52 +167,15 @@ struct Piece {
 class Pieces {
  public:
   __device__ explicit Pieces(const Params &p) : p_(p) {
-    const int lane = threadIdx.x % 32, num_reqs = p.tree.num_reqs;
-    // lanes take a request each, 32 at a time; mostly there are no more
-    Work mine(p, lane);
-    int64_t items = mine.items;
-    int units = mine.units;
-    for (int r = lane + 32; r < num_reqs; r += 32) {
-      const Work other(p, r);
-      items += other.items;
-      units += other.units;
-    }
-    units = __reduce_add_sync(FULL_WARP, units);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) items += __shfl_xor_sync(FULL_WARP, items, step);
-    const Schedule schedule = {items, worthwhile_ctas(items, units)};
+    const Batch batch(p);
     const int cta = blockIdx.x;
-    const bool writes = cta == 0 && threadIdx.x < 32;
-    int64_t begin = 0;
-    if (cta < schedule.num_ctas) {
-      begin = schedule.begin(cta);
-      left_ = schedule.begin(cta + 1) - begin;
-    }
-    if (writes && lane == 0) {
-      p.schedule[num_reqs] = items;
-      p.schedule[num_reqs + 1] = schedule.num_ctas;
-    }
-    int64_t passed = 0;
-    bool found = false;
-    for (int base = 0; base < num_reqs && (!found || writes); base += 32) {
-      if (base > 0) mine = Work(p, base + lane);
-      int64_t end = mine.items;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int64_t before = __shfl_up_sync(FULL_WARP, end, step);
-        if (lane >= step) end += before;
-      }
-      end += passed;
-      if (writes && base + lane < num_reqs) p.schedule[base + lane] = end - mine.items;
-      const unsigned beyond = __ballot_sync(FULL_WARP, end > begin);
-      if (beyond != 0 && !found) {
-        const int owner = __ffs(beyond) - 1;
-        request_ = base + owner;
-        item_ = begin - __shfl_sync(FULL_WARP, end - mine.items, owner);
-        found = true;
-      }
-      passed = __shfl_sync(FULL_WARP, end, 31);
-    }
+    if (cta >= batch.schedule().num_ctas) return;
+    int64_t begin, end, first_item = 0;
+    batch.schedule().begin_end(cta, begin, end);
+    const auto owns = [&](int, int64_t first, const Work &work) { return first + work.items > begin; };
+    request_ = batch.find(owns, first_item);
+    item_ = begin - first_item;
+    left_ = end - begin;
   }
 
   __device__ bool next(Piece &piece) {
@@ -152,34 +201,18 @@ class Pieces {
   }
 
  private:
-  struct Work {
-    Request request;
-    int row_tiles, kv_tiles, units;
-    int64_t items;
-
-    __device__ Work(const Params &p, int r) : request{}, row_tiles(0), kv_tiles(1), units(0), items(0) {
-      if (r >= p.tree.num_reqs) return;
-      request = load_request(p, r);
-      row_tiles = tree_attention::row_tiles(p, request);
-      kv_tiles = tree_attention::kv_tiles(p, request);
-      units = p.num_kv_heads * row_tiles;
-      items = int64_t(units) * kv_tiles;
-    }
-  };
-
-  // At least min_tiles items for each, and as many for each unit if that costs few CTAs: then no
-  // CTA has to start twice.
-  __device__ int worthwhile_ctas(int64_t items, int units) const {
-    const int ctas = static_cast<int>(max(min(int64_t(p_.num_ctas), items / p_.min_tiles), int64_t(1)));
-    const int even = units == 0 ? 0 : ctas - ctas % units;
-    return 16 * (ctas - even) <= ctas ? even : ctas;
-  }
-
   const Params &p_;
   int64_t left_ = 0;  // items that are still to be done
   int request_ = 0;   // that the next one belongs to
   int64_t item_ = 0;  // its number in that request
 };
+
+// Where column `column` of a line is in a partial result of `dim` columns: in blocks of 8 lines and 16 columns, in
+// the order in which the lanes of a warp hold accumulators, so that these are written 16 bytes per lane at a time.
+__device__ __forceinline__ int partial_offset(int dim, int line, int column) {
+  const int block = line / 8 * (dim / 16) + column / 16;
+  return block * 128 + line % 8 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
+}
 
 // What one line sees: the tokens below `limit`, and the ancestors of `node` from the root's token on.
 struct Line {

@@ -149,6 +149,27 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
   }
 }
 
+// Brings what every block will wait for from memory to L2, while the producer finds out which of it is for this block.
+// Called by the producer's idle warps.
+template <int DIM>
+__device__ __forceinline__ void prefetch(const Params &p) {
+  constexpr int LINE_BYTES = 128, ROW_LINES = DIM * 2 / LINE_BYTES;
+  constexpr int IDLE = WARPGROUP - 32;
+  const int first = blockIdx.x * IDLE + threadIdx.x - 32, step = gridDim.x * IDLE;
+  constexpr int ENTRIES = LINE_BYTES / sizeof(int32_t);
+  const int32_t *table = static_cast<const int32_t *>(p.block_table.data);
+  const int table_lines = ceil_div(p.max_blocks, ENTRIES);
+  for (int i = first; i < p.tree.num_reqs * table_lines; i += step) {
+    const int r = i / table_lines, entry = (i - r * table_lines) * ENTRIES;
+    prefetch_l2(table + r * p.block_table.strides[0] + entry * p.block_table.strides[1]);
+  }
+  const char *query = static_cast<const char *>(p.query.data);
+  for (int i = first; i < p.num_rows * p.num_heads * ROW_LINES; i += step) {
+    const int line = i / ROW_LINES, row = line / p.num_heads, head = line - row * p.num_heads;
+    prefetch_l2(query + 2 * (row * p.query.strides[0] + head * p.query.strides[1]) + i % ROW_LINES * LINE_BYTES);
+  }
+}
+
 // The lines of one consumer warpgroup. Accumulators of m64nNk16: warp w and lane l hold lines 16 w + l / 4
 // and 8 further, columns 2 * (l % 4) and the next one of every 8.
 template <typename T, int DIM>
@@ -181,31 +202,36 @@ struct Consumer {
     if (lane() == 0) barrier_arrive(shared_address(empty + stage));
   }
 
+  // Each warp loads the 16 lines of its accumulators.
   __device__ __forceinline__ void load_queries(const Piece &piece) {
     // A negative scale becomes a sign of the queries, so that the largest product has the largest score.
     const uint32_t sign = p.score_scale < 0.0f ? 0x80008000u : 0u;
-    // every warp has left the piece before
-    named_barrier(CONSUMER_BARRIER + index(), WARPGROUP);
-    uint8_t *queries = shared.queries[index()];
-    const T *query = static_cast<const T *>(p.query.data);
+    const int first_line = index() * LINES + threadIdx.x % WARPGROUP / 32 * 16;
+    // lane l finds line l % 16
+    const int line = piece.first_line + first_line + lane() % 16, q = line / p.group;
+    int64_t offset = -1;
+    if (line < piece.request.num_lines) {
+      offset = (piece.request.first_row + q) * p.query.strides[0] +
+               (piece.kv_head * p.group + line - q * p.group) * p.query.strides[1];
+    }
     // all loads at a time: a block does nothing else before it has its queries
-    constexpr int ROWS_AT_ONCE = WARPGROUP / CHUNKS, LOADS = LINES / ROWS_AT_ONCE;
-    const int chunk = threadIdx.x % CHUNKS, first_row = threadIdx.x % WARPGROUP / CHUNKS;
+    constexpr int ROWS_AT_ONCE = 32 / CHUNKS, LOADS = 16 / ROWS_AT_ONCE;
+    const int chunk = lane() % CHUNKS, first_row = lane() / CHUNKS;
+    const T *query = static_cast<const T *>(p.query.data) + chunk * 8;
     uint4 x[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int line = piece.first_line + index() * LINES + first_row + i * ROWS_AT_ONCE;
+      const int64_t start = __shfl_sync(FULL_WARP, offset, first_row + i * ROWS_AT_ONCE);
       x[i] = make_uint4(0, 0, 0, 0);
-      if (line < piece.request.num_lines) {
-        const int q = line / p.group, head = piece.kv_head * p.group + line - q * p.group;
-        x[i] = *reinterpret_cast<const uint4 *>(query + (piece.request.first_row + q) * p.query.strides[0] +
-                                                head * p.query.strides[1] + chunk * 8);
-      }
+      if (start >= 0) x[i] = *reinterpret_cast<const uint4 *>(query + start);
     }
+    // every warp has left the piece before
+    named_barrier(CONSUMER_BARRIER + index(), WARPGROUP);
+    uint8_t *queries = shared.queries[index()] + chunk / 8 * S::QUERY_PANEL;
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      *reinterpret_cast<uint4 *>(queries + chunk / 8 * S::QUERY_PANEL +
-                                 panel_offset(first_row + i * ROWS_AT_ONCE, chunk % 8)) =
+      const int row = first_line % LINES + first_row + i * ROWS_AT_ONCE;
+      *reinterpret_cast<uint4 *>(queries + panel_offset(row, chunk % 8)) =
           make_uint4(x[i].x ^ sign, x[i].y ^ sign, x[i].z ^ sign, x[i].w ^ sign);
     }
     publish_to_async_proxy();
@@ -406,13 +432,17 @@ struct Consumer {
           store_pair(p.out, offset + n * 8, out[n * 4 + half * 2] * scale, out[n * 4 + half * 2 + 1] * scale);
         }
       } else {
-        const int64_t place = int64_t(piece.slot) * p.tile_rows + first_line() + half * 8;
-        float *partial = p.partial_out + place * DIM + column;
+        const int64_t slot = int64_t(piece.slot) * p.tile_rows;
+        float *partial = p.partial_out + slot * DIM + partial_offset(DIM, first_line() + half * 8, column);
 #pragma unroll
-        for (int n = 0; n < DIM / 8; n++) {
-          *reinterpret_cast<float2 *>(partial + n * 8) = make_float2(out[n * 4 + half * 2], out[n * 4 + half * 2 + 1]);
+        for (int n = 0; n < DIM / 8; n += 2) {
+          *reinterpret_cast<float4 *>(partial + n * 64) =
+              make_float4(out[n * 4 + half * 2], out[n * 4 + half * 2 + 1], out[n * 4 + half * 2 + 4],
+                          out[n * 4 + half * 2 + 5]);
         }
-        if (column == 0) reinterpret_cast<float2 *>(p.partial_stats)[place] = make_float2(top[half], total);
+        if (column == 0) {
+          reinterpret_cast<float2 *>(p.partial_stats)[slot + first_line() + half * 8] = make_float2(top[half], total);
+        }
       }
     }
   }
@@ -523,7 +553,11 @@ __device__ __forceinline__ void attend(const ddt_cuda_tree_attention_sm90 &p) {
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     lower_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x < 32) produce<DIM>(p, shared);
+    if (threadIdx.x < 32) {
+      produce<DIM>(p, shared);
+    } else {
+      prefetch<DIM>(p.attention);
+    }
     let_next_kernel_start();
   } else {
     raise_registers<CONSUMER_REGISTERS>();

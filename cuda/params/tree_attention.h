@@ -50,12 +50,9 @@ struct ddt_cuda_tree_attention {
   // num_nodes, ancestor_bits
   struct ddt_cuda_tree tree;
 
-  // Workspace, see tree_attention.cuh: [R + 2] first work item of each request, then the numbers of
-  // items and of CTAs that have any
-  int64_t *schedule;
-  // [C][2][tile_rows][2] maximum (base 2) and sum of each line of a partial result
+  // Workspace, see tree_attention.cuh: [C][2][tile_rows][2] maximum (base 2) and sum of each line of a partial result
   float *partial_stats;
-  // [C][2][tile_rows][Dh]
+  // [C][2][tile_rows * Dh], lines and columns as in partial_offset
   float *partial_out;
 
   int32_t num_rows;
@@ -81,6 +78,11 @@ struct ddt_cuda_tree_attention {
   // Scores to the base 2: softcap * tanh(product * score_scale), or product * score_scale if softcap is 0
   float score_scale;
   float softcap;
+
+  // Threads of the combine kernel among which the partial results of a line are divided, per column
+  int32_t combine_parts;
+  // Whether two neighbouring elements of `out` can be written at once
+  int32_t out_has_pairs;
   uint32_t reserved;
 };
 

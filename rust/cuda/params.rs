@@ -586,7 +586,6 @@ pub struct ddt_cuda_tree_attention {
     pub seq_lens: *const i32,
     pub prefix_rows: *const i32,
     pub tree: ddt_cuda_tree,
-    pub schedule: *mut i64,
     pub partial_stats: *mut f32,
     pub partial_out: *mut f32,
     pub num_rows: i32,
@@ -604,6 +603,8 @@ pub struct ddt_cuda_tree_attention {
     pub stages: i32,
     pub score_scale: f32,
     pub softcap: f32,
+    pub combine_parts: i32,
+    pub out_has_pairs: i32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -642,59 +643,62 @@ const _: () = {
         "Offset of field: ddt_cuda_tree_attention::tree",
     ][::std::mem::offset_of!(ddt_cuda_tree_attention, tree) - 264usize];
     [
-        "Offset of field: ddt_cuda_tree_attention::schedule",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, schedule) - 376usize];
-    [
         "Offset of field: ddt_cuda_tree_attention::partial_stats",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, partial_stats) - 384usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, partial_stats) - 376usize];
     [
         "Offset of field: ddt_cuda_tree_attention::partial_out",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, partial_out) - 392usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, partial_out) - 384usize];
     [
         "Offset of field: ddt_cuda_tree_attention::num_rows",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_rows) - 400usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_rows) - 392usize];
     [
         "Offset of field: ddt_cuda_tree_attention::num_heads",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_heads) - 404usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_heads) - 396usize];
     [
         "Offset of field: ddt_cuda_tree_attention::num_kv_heads",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_kv_heads) - 408usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_kv_heads) - 400usize];
     [
         "Offset of field: ddt_cuda_tree_attention::group",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, group) - 412usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, group) - 404usize];
     [
         "Offset of field: ddt_cuda_tree_attention::head_dim",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, head_dim) - 416usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, head_dim) - 408usize];
     [
         "Offset of field: ddt_cuda_tree_attention::num_blocks",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_blocks) - 420usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_blocks) - 412usize];
     [
         "Offset of field: ddt_cuda_tree_attention::block_size",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, block_size) - 424usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, block_size) - 416usize];
     [
         "Offset of field: ddt_cuda_tree_attention::max_blocks",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, max_blocks) - 428usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, max_blocks) - 420usize];
     [
         "Offset of field: ddt_cuda_tree_attention::tile_rows",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, tile_rows) - 432usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, tile_rows) - 424usize];
     [
         "Offset of field: ddt_cuda_tree_attention::tile_tokens",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, tile_tokens) - 436usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, tile_tokens) - 428usize];
     [
         "Offset of field: ddt_cuda_tree_attention::num_ctas",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_ctas) - 440usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, num_ctas) - 432usize];
     [
         "Offset of field: ddt_cuda_tree_attention::min_tiles",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, min_tiles) - 444usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, min_tiles) - 436usize];
     [
         "Offset of field: ddt_cuda_tree_attention::stages",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, stages) - 448usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, stages) - 440usize];
     [
         "Offset of field: ddt_cuda_tree_attention::score_scale",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, score_scale) - 452usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, score_scale) - 444usize];
     [
         "Offset of field: ddt_cuda_tree_attention::softcap",
-    ][::std::mem::offset_of!(ddt_cuda_tree_attention, softcap) - 456usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, softcap) - 448usize];
+    [
+        "Offset of field: ddt_cuda_tree_attention::combine_parts",
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, combine_parts) - 452usize];
+    [
+        "Offset of field: ddt_cuda_tree_attention::out_has_pairs",
+    ][::std::mem::offset_of!(ddt_cuda_tree_attention, out_has_pairs) - 456usize];
     [
         "Offset of field: ddt_cuda_tree_attention::reserved",
     ][::std::mem::offset_of!(ddt_cuda_tree_attention, reserved) - 460usize];

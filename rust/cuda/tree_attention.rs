@@ -25,9 +25,12 @@ use crate::tree_attention::{Dims, Tensors};
 /// Fewest KV tiles that are worth a CTA: what another CTA saves in time, the combine kernel pays
 /// for its partial result.
 const MIN_TILES: u32 = 2;
-/// About as many CTAs of the combine kernel as run at a time; with more rows than these, a CTA takes
-/// several heads of a row.
-const COMBINE_CTAS: u32 = 2048;
+/// CTAs of the combine kernel that an SM runs at a time, and about how many it gets at most: with more rows,
+/// a CTA takes more heads of a row.
+const COMBINE_CTAS_AT_A_TIME: usize = 3;
+const COMBINE_CTAS: u32 = 12;
+/// Columns of a line that a thread of the combine kernel adds up.
+const COMBINE_COLUMNS: usize = 4;
 /// Threads of the kernels for every dtype and stride.
 const GENERIC_THREADS: u32 = 256;
 
@@ -170,15 +173,27 @@ fn tile_rows(dims: &Dims, most_rows: usize) -> u32 {
     lines.div_ceil(row_tiles).next_multiple_of(16) as u32
 }
 
+/// Among how many threads the partial results of a line are divided, per column: as many as run at a time.
+fn combine_parts(device: &Device, dims: &Dims) -> usize {
+    let threads = DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS as usize;
+    let per_line = dims.head_dim / COMBINE_COLUMNS;
+    let at_a_time = device.sm_count() as usize * COMBINE_CTAS_AT_A_TIME * threads;
+    let lines = (dims.num_rows * dims.num_heads).max(1);
+    let most = threads / per_line;
+    1 << (at_a_time / (lines * per_line)).clamp(1, most).ilog2()
+}
+
+/// Whether the rows of a tensor have neighbouring elements and start at multiples of `bytes`.
+fn rows_are_aligned(tensor: &TensorRef<'_>, bytes: usize) -> bool {
+    let (&last, outer) = tensor.strides().split_last().unwrap_or_else(|| unreachable!("ndim is 3 or 4"));
+    last == 1
+        && (tensor.data() as usize).is_multiple_of(bytes)
+        && outer.iter().all(|stride| (stride * tensor.dtype().size()).is_multiple_of(bytes))
+}
+
 /// Whether the tensor core kernels can read and write these tensors: one dtype, rows of neighbouring
 /// elements that start at multiples of 16 bytes, and blocks of whole granules.
 fn is_aligned(tensors: &Tensors<'_>) -> bool {
-    let rows_are_aligned = |tensor: &TensorRef<'_>, bytes: usize| {
-        let (&last, outer) = tensor.strides().split_last().unwrap_or_else(|| unreachable!("ndim is 3 or 4"));
-        last == 1
-            && (tensor.data() as usize).is_multiple_of(bytes)
-            && outer.iter().all(|stride| (stride * tensor.dtype().size()).is_multiple_of(bytes))
-    };
     let dtype = tensors.query.dtype();
     tensors.key_cache.shape()[2].is_multiple_of(DDT_CUDA_TREE_ATTENTION_GRANULE as usize)
         && tensors.key_cache.dtype() == dtype
@@ -253,7 +268,6 @@ impl<'a> Plan<'a> {
                 seq_lens,
                 prefix_rows,
                 tree: tree_params(&tree, tree_dims),
-                schedule: null_mut(),
                 partial_stats: null_mut(),
                 partial_out: null_mut(),
                 num_rows: extent(dims.num_rows),
@@ -275,16 +289,23 @@ impl<'a> Plan<'a> {
                     params.softmax_scale * log2_e
                 },
                 softcap: params.logit_softcap * log2_e,
+                combine_parts: combine_parts(device, &dims) as i32,
+                out_has_pairs: rows_are_aligned(tensors.out, 2 * tensors.out.dtype().size()).into(),
                 reserved: 0,
             },
         })
     }
 
-    /// Bytes of schedule, statistics and outputs, each a multiple of the workspace's alignment.
-    fn workspace_parts(&self) -> [usize; 3] {
+    /// Heads of a row that a CTA of the combine kernel takes at a time.
+    fn combine_heads(&self) -> u32 {
+        let threads = self.params.head_dim / COMBINE_COLUMNS as i32 * self.params.combine_parts;
+        DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS / threads as u32
+    }
+
+    /// Bytes of statistics and outputs, each a multiple of the workspace's alignment.
+    fn workspace_parts(&self) -> [usize; 2] {
         let lines = 2 * self.params.num_ctas as usize * self.params.tile_rows as usize;
         let parts = [
-            (self.params.tree.num_reqs as usize + 2) * size_of::<i64>(),
             lines * 2 * size_of::<f32>(),
             lines * self.params.head_dim as usize * size_of::<f32>(),
         ];
@@ -313,13 +334,13 @@ pub(crate) unsafe fn launch(
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     let mut plan = unsafe { Plan::new(device, params) }?;
-    let [schedule, stats, out] = plan.workspace_parts();
-    let workspace = ptr::workspace(params.workspace, params.workspace_bytes, schedule + stats + out)?;
-    plan.params.schedule = workspace.cast();
-    plan.params.partial_stats = workspace.wrapping_byte_add(schedule).cast();
-    plan.params.partial_out = workspace.wrapping_byte_add(schedule + stats).cast();
+    let [stats, out] = plan.workspace_parts();
+    let workspace = ptr::workspace(params.workspace, params.workspace_bytes, stats + out)?;
+    plan.params.partial_stats = workspace.cast();
+    plan.params.partial_out = workspace.wrapping_byte_add(stats).cast();
     let rows = if plan.launch.grid[0] == 0 { 0 } else { plan.params.num_rows as u32 };
-    let ctas_per_row = COMBINE_CTAS.div_ceil(rows.max(1)).min(plan.params.num_heads as u32);
+    let heads_in_turn = (plan.params.num_heads as u32).div_ceil(plan.combine_heads());
+    let ctas_per_row = (device.sm_count() * COMBINE_CTAS).div_ceil(rows.max(1)).min(heads_in_turn);
     let combine = Launch {
         grid: [rows, ctas_per_row, 1],
         block: DDT_CUDA_TREE_ATTENTION_COMBINE_THREADS,
