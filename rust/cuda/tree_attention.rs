@@ -305,10 +305,7 @@ impl<'a> Plan<'a> {
     /// Bytes of statistics and outputs, each a multiple of the workspace's alignment.
     fn workspace_parts(&self) -> [usize; 2] {
         let lines = 2 * self.params.num_ctas as usize * self.params.tile_rows as usize;
-        let parts = [
-            lines * 2 * size_of::<f32>(),
-            lines * self.params.head_dim as usize * size_of::<f32>(),
-        ];
+        let parts = [lines * 2 * size_of::<f32>(), lines * self.params.head_dim as usize * size_of::<f32>()];
         parts.map(|bytes| bytes.next_multiple_of(256))
     }
 }
