@@ -12,8 +12,10 @@ constexpr int32_t MIN_SCORE = -INT32_MAX;
 
 __device__ __forceinline__ float bits_f32(uint32_t bits) { return __uint_as_float(bits); }
 
-// exp_spec, for t <= 0
-__device__ __forceinline__ float exp_spec(float t) {
+constexpr float EXP_CUTOFF = -87.0f;
+
+// exp_spec, for EXP_CUTOFF <= t <= 0
+__device__ __forceinline__ float exp_in_range(float t) {
   const float rounder = 12582912.0f;
   const float shifted = __fmaf_rn(t, bits_f32(0x3fb8aa3b), rounder);
   const float k = __fsub_rn(shifted, rounder);
@@ -24,9 +26,12 @@ __device__ __forceinline__ float exp_spec(float t) {
   q = __fmaf_rn(q, r, bits_f32(0x3e2aaa49));
   q = __fmaf_rn(q, r, bits_f32(0x3efffffe));
   const float p = __fadd_rn(__fmaf_rn(__fmul_rn(r, r), q, r), 1.0f);
-  const float power = bits_f32((__float_as_uint(shifted) << 23) + 0x3f800000u);
-  return t >= -87.0f ? __fmul_rn(p, power) : 0.0f;
+  // p * 2^k: k is in the low bits of `shifted`, and neither factor nor product is denormal
+  return bits_f32(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
 }
+
+// exp_spec, for t <= 0
+__device__ __forceinline__ float exp_spec(float t) { return t >= EXP_CUTOFF ? exp_in_range(t) : 0.0f; }
 
 // a / b as ln_spec needs it, correctly rounded: b is in [1, 4), |a| at most 1, both have at most 25
 // significant bits. Newton's method for the reciprocal, then one correction by the remainder

@@ -53,23 +53,49 @@ constexpr int SUMMARIZE_WARPS = SUMMARIZE_THREADS / 32;
 // Row length that keeps lanes of different blocks in different banks.
 constexpr int LANE_PITCH = BLOCK + 4;
 
+// Logits of one thread as they are in memory, and a bound on both sides: NaN if any is NaN.
 template <typename T>
-__device__ __forceinline__ void load_logits(const T *row, int64_t stride, uint32_t first, uint32_t vocab, bool vector,
-                                            float (&x)[PER_THREAD]) {
-  if (vector && first + PER_THREAD <= vocab) {
-    constexpr int VECTORS = PER_THREAD * sizeof(T) / 16;
-    uint4 raw[VECTORS];
+struct Raw {
+  static constexpr int VECTORS = PER_THREAD * sizeof(T) / 16;
+  uint4 vectors[VECTORS];
+
+  __device__ void load(const T *from) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) raw[i] = __ldcs(reinterpret_cast<const uint4 *>(row + first) + i);
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) x[i] = to_f32(reinterpret_cast<const T *>(raw)[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      x[i] = first + i < vocab ? to_f32(row[(first + i) * stride]) : -INFINITY;
-    }
+    for (int i = 0; i < VECTORS; ++i) vectors[i] = __ldcg(reinterpret_cast<const uint4 *>(from) + i);
   }
-}
+  __device__ float operator[](int i) const { return to_f32(reinterpret_cast<const T *>(vectors)[i]); }
+  __device__ void bounds(float &low, float &high) const { bounds_of(reinterpret_cast<const T *>(vectors), low, high); }
+
+ private:
+  template <typename PAIR>
+  __device__ static void bounds_of_pairs(const PAIR *pairs, float &low, float &high) {
+    PAIR least = pairs[0], most = pairs[0];
+#pragma unroll
+    for (int i = 1; i < PER_THREAD / 2; ++i) {
+      least = __hmin2_nan(least, pairs[i]);
+      most = __hmax2_nan(most, pairs[i]);
+    }
+    low = to_f32(__hmin_nan(least.x, least.y));
+    high = to_f32(__hmax_nan(most.x, most.y));
+  }
+  __device__ static void bounds_of(const __nv_bfloat16 *x, float &low, float &high) {
+    bounds_of_pairs(reinterpret_cast<const __nv_bfloat162 *>(x), low, high);
+  }
+  __device__ static void bounds_of(const __half *x, float &low, float &high) {
+    bounds_of_pairs(reinterpret_cast<const __half2 *>(x), low, high);
+  }
+  __device__ static void bounds_of(const float *x, float &low, float &high) {
+    low = high = x[0];
+    bool has_nan = isnan(x[0]);
+#pragma unroll
+    for (int i = 1; i < PER_THREAD; ++i) {
+      low = fminf(low, x[i]);
+      high = fmaxf(high, x[i]);
+      has_nan |= isnan(x[i]);
+    }
+    if (has_nan) low = high = NAN;
+  }
+};
 
 template <typename T>
 __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
@@ -88,21 +114,36 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
   // unsigned: ids of a padded chunk may go beyond 2^31
   const uint32_t vocab = p.vocab, first = static_cast<uint32_t>(chunk) * CHUNK + i * PER_THREAD;
   const float scale = depth_scale(p, depth);
-  float x[PER_THREAD];
-  load_logits(row, view.strides[2], first, vocab, p.vector, x);
-  uint32_t usable = 0;
-  float max_x = -INFINITY;
-#pragma unroll
-  for (int j = 0; j < PER_THREAD; ++j) {
-    const float scaled = __fmul_rn(x[j], scale);
-    const bool in_vocab = first + j < vocab;
-    if (is_usable(scaled) && in_vocab) {
+  // usable score of an id of this thread, or -inf; counts what is not
+  const auto one_by_one = [&](int j, uint32_t &usable) {
+    if (first + j >= vocab) return -INFINITY;
+    const float x = __fmul_rn(to_f32(row[(first + j) * view.strides[2]]), scale);
+    if (is_usable(x)) {
       usable += 1;
-    } else {
-      if (scaled != -INFINITY && in_vocab) usable |= NONFINITE_BIT;
+      return x;
     }
-    x[j] = is_usable(scaled) && in_vocab ? scaled : -INFINITY;
-    max_x = fmaxf(max_x, x[j]);
+    if (x != -INFINITY) usable |= NONFINITE_BIT;
+    return -INFINITY;
+  };
+
+  // Scaling keeps the order, so if both ends are finite then all are. A warp of which all are
+  // needs no look at each; others read their logits once more, one by one.
+  Raw<T> raw;
+  float low = NAN, high = NAN;
+  if (p.vector && static_cast<uint32_t>(chunk + 1) * CHUNK <= vocab) {
+    raw.load(row + first);
+    raw.bounds(low, high);
+    low = __fmul_rn(low, scale);
+    high = __fmul_rn(high, scale);
+  }
+  const bool all_usable = __all_sync(FULL_WARP, is_usable(low) && is_usable(high));
+  uint32_t usable = PER_THREAD;
+  float max_x = high;
+  if (!all_usable) {
+    usable = 0;
+    max_x = -INFINITY;
+#pragma unroll 1
+    for (int j = 0; j < PER_THREAD; ++j) max_x = fmaxf(max_x, one_by_one(j, usable));
   }
 
 #pragma unroll
@@ -113,11 +154,11 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
   const int block = chunk * BLOCKS_PER_CHUNK + i / THREADS_PER_BLOCK_OF_IDS;
   if (i % THREADS_PER_BLOCK_OF_IDS == 0 && block < p.num_blocks) p.block_max[task * p.num_blocks + block] = max_x;
 
-  max_x = warp_max(max_x);
+  const float max_of_warp = from_ordered(__reduce_max_sync(FULL_WARP, ordered(max_x)));
   const bool nonfinite = __any_sync(FULL_WARP, usable & NONFINITE_BIT);
   usable = __reduce_add_sync(FULL_WARP, usable & ~NONFINITE_BIT) | (nonfinite ? NONFINITE_BIT : 0);
   if (i % 32 == 0) {
-    warp_maxima[i / 32] = max_x;
+    warp_maxima[i / 32] = max_of_warp;
     warp_usable[i / 32] = usable;
   }
   __syncthreads();
@@ -125,17 +166,22 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
 #pragma unroll
   for (int warp = 1; warp < SUMMARIZE_WARPS; ++warp) chunk_max = fmaxf(chunk_max, warp_maxima[warp]);
 
-  if (chunk_max > -INFINITY) {
-    float *to = exponentials + i / THREADS_PER_BLOCK_OF_IDS * LANE_PITCH + i % THREADS_PER_BLOCK_OF_IDS * PER_THREAD;
+  float *to = exponentials + i / THREADS_PER_BLOCK_OF_IDS * LANE_PITCH + i % THREADS_PER_BLOCK_OF_IDS * PER_THREAD;
+  const bool none_vanishes = __all_sync(FULL_WARP, __fsub_rn(low, chunk_max) >= EXP_CUTOFF);
+  if (all_usable && none_vanishes) {
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j += 4) {
       float4 quad;
-      quad.x = exp_spec(__fsub_rn(x[j], chunk_max));
-      quad.y = exp_spec(__fsub_rn(x[j + 1], chunk_max));
-      quad.z = exp_spec(__fsub_rn(x[j + 2], chunk_max));
-      quad.w = exp_spec(__fsub_rn(x[j + 3], chunk_max));
+      quad.x = exp_in_range(__fsub_rn(__fmul_rn(raw[j], scale), chunk_max));
+      quad.y = exp_in_range(__fsub_rn(__fmul_rn(raw[j + 1], scale), chunk_max));
+      quad.z = exp_in_range(__fsub_rn(__fmul_rn(raw[j + 2], scale), chunk_max));
+      quad.w = exp_in_range(__fsub_rn(__fmul_rn(raw[j + 3], scale), chunk_max));
       *reinterpret_cast<float4 *>(to + j) = quad;
     }
+  } else if (chunk_max > -INFINITY) {
+    uint32_t ignored = 0;
+#pragma unroll 1
+    for (int j = 0; j < PER_THREAD; ++j) to[j] = exp_spec(__fsub_rn(one_by_one(j, ignored), chunk_max));
   }
   __syncthreads();
   // ids in ascending order within a lane, then the lanes in halves
@@ -177,87 +223,113 @@ struct Lists {
 
 struct SearchShared {
   Topology topology;
-  // best child of each node that is not in the tree, 0 for none; see entry_of
-  uint64_t entry[MAX_NODES];
-  int32_t score[MAX_NODES];
-  // of each node in the lattice
+  // of each node: path cost, and column in the lattice
+  uint32_t cost[MAX_NODES];
   uint16_t column[MAX_NODES];
   int num_nodes;
   uint32_t flags;
 };
 
-// A possible next node: the largest is next. Score, then the earlier parent, then the better
-// sibling; the parent's depth rides along below.
-__device__ __forceinline__ uint64_t entry_of(int32_t score, uint64_t key, int parent, int sibling, int depth) {
-  if (key == NO_KEY) return 0;
-  const uint32_t high = static_cast<uint32_t>(extend_path(score, key_score(key))) - 0x80000000u;
-  return static_cast<uint64_t>(high) << 32 |
-         static_cast<uint32_t>((255 - parent) << 24 | (255 - sibling) << 16 | depth);
+// A possible next node: the smallest is next. Its cost (the score's negative), then the earlier
+// parent, then the better sibling; the parent's depth rides along below.
+constexpr uint64_t NO_ENTRY = UINT64_MAX;
+
+__device__ __forceinline__ uint64_t entry_of(uint32_t path_cost, uint64_t key, uint32_t place) {
+  const uint32_t edge_cost = static_cast<uint32_t>(key >> 32), most = -MIN_SCORE;
+  if (edge_cost > most) return NO_ENTRY;  // NO_KEY
+  return static_cast<uint64_t>(min(path_cost + edge_cost, most)) << 32 | place;
 }
 
-// Best-first search by one warp. Lane l looks after the entries of nodes l, l + 32, ... and keeps
-// the largest in registers. What a step reads follows from the winning entry alone, so that all its
-// loads are in flight at once.
+// The compiler would compute a shared address anew at each use, for which it reads a special register.
+__device__ __forceinline__ uint32_t kept(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+__device__ __forceinline__ uint64_t load_shared(uint32_t address) {
+  uint64_t x;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// In lists in shared memory, the sign bit of a token says that nothing grows below it.
+constexpr uint32_t STOP_BIT = 1u << 31;
+
+__device__ __forceinline__ bool is_stop(const ddt_cuda_tree_build &p, int r, int depth, int token) {
+  if (p.stop_min_depths && depth < p.stop_min_depths[r]) return false;
+  bool found = false;
+  for (int i = 0; i < p.max_stop_tokens; ++i) {
+    found |= p.stop_tokens[static_cast<int64_t>(r) * p.max_stop_tokens + i] == token;
+  }
+  return found;
+}
+
+// Best-first search by one warp. Every node has one entry, its best child that is not in the tree;
+// lane l keeps those of nodes l, l + 32, ... in registers. What a step reads follows from the
+// winning entry alone, so that all its loads are in flight at once, and no lane takes a branch alone.
+template <int SLOTS, bool IN_SHARED>
 __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, const Request &request,
                                        const Lists &lists, const ddt_cuda_child_list *infos, SearchShared &shared) {
   const int lane = threadIdx.x;
   Topology &tree = shared.topology;
-  const int32_t *stops = p.stop_tokens + static_cast<int64_t>(r) * p.max_stop_tokens;
-  const int stop_min_depth = p.stop_min_depths ? p.stop_min_depths[r] : 0;
+  const uint32_t base = IN_SHARED ? kept(shared_address(lists.keys)) : 0;
+  const auto key_at = [&](int at) { return IN_SHARED ? load_shared(base + at * 8) : lists.keys[at]; };
   const int end = lists.end(request.depth_limit);
   uint32_t flags = 0;
   for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
-  uint64_t best = 0;
+  uint64_t entries[SLOTS];
+#pragma unroll
+  for (int k = 0; k < SLOTS; ++k) entries[k] = NO_ENTRY;
   if (lane == 0) {
     tree.parent[0] = -1;
     tree.depth[0] = 0;
     tree.token[0] = p.root_tokens[r];
-    shared.score[0] = 0;
+    shared.cost[0] = 0;
     shared.column[0] = 0;
-    if (request.depth_limit > 0) best = entry_of(0, lists.keys[0], 0, 0, 0);
-    if (request.depth_limit > 0 && best == 0) flags |= FLAG_NO_CANDIDATES;
-    shared.entry[0] = best;
+    if (request.depth_limit > 0) entries[0] = entry_of(0, key_at(0), 0);
+    if (request.depth_limit > 0 && entries[0] == NO_ENTRY) flags |= FLAG_NO_CANDIDATES;
   }
   __syncwarp();
   int num_nodes = 1;
-  while (num_nodes <= request.budget) {
+  for (; num_nodes <= request.budget; ++num_nodes) {
+    uint64_t best = entries[0];
+#pragma unroll
+    for (int k = 1; k < SLOTS; ++k) best = min(best, entries[k]);
     const uint32_t high = static_cast<uint32_t>(best >> 32), low = static_cast<uint32_t>(best);
-    const uint32_t top = __reduce_max_sync(FULL_WARP, high);
-    if (top == 0) break;
-    const uint32_t place = __reduce_max_sync(FULL_WARP, high == top ? low : 0);
-    const int parent = 255 - static_cast<int>(place >> 24), sibling = 255 - static_cast<int>(place >> 16 & 255);
+    const uint32_t cost = __reduce_min_sync(FULL_WARP, high);
+    if (cost == UINT32_MAX) break;
+    const uint32_t place = __reduce_min_sync(FULL_WARP, high == cost ? low : UINT32_MAX);
+    const int parent = static_cast<int>(place >> 24), sibling = static_cast<int>(place >> 16 & 255);
     const int depth = static_cast<int>(place & 255);
-    const int list = lists.of(depth, lists.per_row > 1 ? shared.column[parent] : 0);
-    const int64_t at = static_cast<int64_t>(list) * lists.pitch + sibling;
-    const uint64_t key = lists.keys[at], next = lists.keys[at + 1];
-    const int32_t score = static_cast<int32_t>(top + 0x80000000u), parent_score = shared.score[parent];
-    const int token = key_token(key), column = lists.per_row > 1 ? lists.columns[at] : 0;
+    const bool has_pairs = lists.per_row > 1;
+    const int list = has_pairs ? lists.of(depth, shared.column[parent]) : depth;
+    const int at = list * lists.pitch + sibling;
+    const uint64_t key = key_at(at), next = key_at(at + 1);
+    const uint32_t parent_cost = shared.cost[parent];
+    const int token = key_token(key) & ~STOP_BIT, column = has_pairs ? lists.columns[at] : 0;
     bool opens = depth + 1 < request.depth_limit;
-    const uint64_t child =
-        opens ? lists.keys[static_cast<int64_t>(lists.of(depth + 1, column)) * lists.pitch] : NO_KEY;
-    if (opens && p.max_stop_tokens > 0 && token >= 0 && depth + 1 >= stop_min_depth) {
-      bool is_stop = false;
-      for (int i = lane; i < p.max_stop_tokens; i += 32) is_stop |= stops[i] == token;
-      opens = !__any_sync(FULL_WARP, is_stop);
+    const int child_list = has_pairs ? lists.of(depth + 1, column) : depth + 1;
+    const uint64_t child = opens ? key_at(child_list * lists.pitch) : NO_KEY;
+    if (IN_SHARED) {
+      opens = opens && !(static_cast<uint32_t>(key) & STOP_BIT);
+    } else if (opens && p.max_stop_tokens > 0) {
+      opens = !is_stop(p, r, depth + 1, token);
     }
     if (next == NO_KEY && infos[list].is_cut) flags |= FLAG_CANDIDATES_EXHAUSTED;
-    if (lane == parent % 32) {
-      shared.entry[parent] = entry_of(parent_score, next, parent, sibling + 1, depth);
-      best = 0;
-      for (int node = lane; node < num_nodes; node += 32) best = max(best, shared.entry[node]);
+    const uint64_t next_entry = entry_of(parent_cost, next, place + (1 << 16));
+    const uint64_t child_entry = opens ? entry_of(cost, child, num_nodes << 24 | (depth + 1)) : NO_ENTRY;
+#pragma unroll
+    for (int k = 0; k < SLOTS; ++k) {
+      if (parent == lane + 32 * k) entries[k] = next_entry;
+      if (num_nodes == lane + 32 * k) entries[k] = child_entry;
     }
-    if (lane == num_nodes % 32) {
-      const uint64_t entry = opens ? entry_of(score, child, num_nodes, 0, depth + 1) : 0;
-      shared.entry[num_nodes] = entry;
-      best = max(best, entry);
+    if (lane == 0) {
       tree.parent[num_nodes] = parent;
       tree.depth[num_nodes] = depth + 1;
       tree.token[num_nodes] = token;
-      shared.score[num_nodes] = score;
-      shared.column[num_nodes] = column;
+      shared.cost[num_nodes] = cost;
+      if (has_pairs) shared.column[num_nodes] = column;
     }
     __syncwarp();
-    ++num_nodes;
   }
   flags = __reduce_or_sync(FULL_WARP, flags);
   if (lane == 0) {
@@ -266,35 +338,56 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
   }
 }
 
-// Searches and writes the tree of request r, by all threads of a block.
+// Searches and writes the tree of request r, by all threads of a block. ALWAYS_SHARED: the lists
+// of a depth each, which fit into shared memory; the compiler then knows where they are.
+template <bool ALWAYS_SHARED>
 __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const Request &request,
                                       SearchShared &shared, uint64_t *dynamic) {
   __shared__ ddt_cuda_child_list infos[DDT_CUDA_MAX_DEPTH];
   if (request.budget >= 0) {
-    const int num_lists = p.num_rows == 0 ? 0 : 1 + (p.num_rows - 1) * p.lists_per_row;
+    const int lists_per_row = ALWAYS_SHARED ? 1 : p.lists_per_row;
+    const int num_lists = p.num_rows == 0 ? 0 : 1 + (p.num_rows - 1) * lists_per_row;
     const int64_t first = static_cast<int64_t>(r) * num_lists;
     const int pitch = p.list_capacity + 1;
-    Lists lists{p.keys + first * pitch, p.columns ? p.columns + first * pitch : nullptr, pitch, p.lists_per_row};
-    if (p.lists_in_shared) {
+    Lists lists{p.keys + first * pitch, ALWAYS_SHARED || !p.columns ? nullptr : p.columns + first * pitch, pitch,
+                lists_per_row};
+    const ddt_cuda_child_list *all = p.lists + first;
+    if (lists_per_row == 1) {
+      for (int i = threadIdx.x; i < request.depth_limit; i += blockDim.x) {
+        const int4 info = __ldcg(reinterpret_cast<const int4 *>(all) + i);
+        infos[i] = {info.x, info.y, info.z, info.w};
+      }
+      all = infos;
+    }
+    if (ALWAYS_SHARED || p.lists_in_shared) {
       // lists of depths that the tree cannot have are not written, nor read
       const int used = lists.end(request.depth_limit), used_pitch = min(p.list_capacity, request.max_children) + 1;
       uint16_t *columns = reinterpret_cast<uint16_t *>(dynamic + num_lists * pitch);
-      for (int i = threadIdx.x; i < used * used_pitch; i += blockDim.x) {
-        const int at = i / used_pitch * pitch + i % used_pitch;
-        dynamic[at] = __ldcg(lists.keys + at);
-        if (lists.columns) columns[at] = __ldcg(lists.columns + at);
+      for (int list = threadIdx.x / 32; list < used; list += blockDim.x / 32) {
+        const int depth = list == 0 ? 1 : 2 + (list - 1) / lists_per_row;
+#pragma unroll 4
+        for (int i = threadIdx.x % 32; i < used_pitch; i += 32) {
+          const int at = list * pitch + i;
+          uint64_t key = __ldcg(lists.keys + at);
+          if (p.max_stop_tokens > 0 && is_stop(p, r, depth, key_token(key))) key |= STOP_BIT;
+          dynamic[at] = key;
+          if (lists.columns) columns[at] = __ldcg(lists.columns + at);
+        }
       }
       lists.keys = dynamic;
       if (lists.columns) lists.columns = columns;
     }
-    const ddt_cuda_child_list *all = p.lists + first;
-    if (p.lists_per_row == 1) {
-      for (int i = threadIdx.x; i < request.depth_limit; i += blockDim.x) infos[i] = all[i];
-      all = infos;
-    }
     if (threadIdx.x < MAX_NODES) shared.topology.rank[threadIdx.x] = threadIdx.x;
     __syncthreads();
-    if (threadIdx.x < 32) search(p, r, request, lists, all, shared);
+    if (threadIdx.x < 32) {
+      if (!ALWAYS_SHARED && !p.lists_in_shared) {
+        search<MAX_NODES / 32, false>(p, r, request, lists, all, shared);
+      } else if (request.budget < 64) {
+        search<2, true>(p, r, request, lists, all, shared);
+      } else {
+        search<MAX_NODES / 32, true>(p, r, request, lists, all, shared);
+      }
+    }
   } else if (threadIdx.x == 0) {
     shared.num_nodes = 0;
     shared.flags = 0;
@@ -306,7 +399,8 @@ __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const
 
 // ---- from logits: the child list of each depth
 
-constexpr int SELECT_THREADS = 512;
+// Threads that look for candidates; one more warp computes the normaliser.
+constexpr int SELECT_THREADS = DDT_CUDA_TREE_BUILD_SELECT_THREADS;
 constexpr int SELECT_WARPS = SELECT_THREADS / 32;
 // Blocks of ids that a thread keeps the maxima of in registers; a larger vocabulary is read again.
 constexpr int MAXIMA_PER_THREAD = 8;
@@ -315,40 +409,67 @@ constexpr int BUFFER = 1024;
 constexpr int MAX_HITS = 1024;
 // Elements that are looked at before the buffer is cut, when there are more than it holds.
 constexpr int BLOCKS_PER_ROUND = SELECT_THREADS / BLOCK;
+// Chunks whose sums the normaliser adds at once.
+constexpr int CHUNKS_AT_ONCE = 64;
+constexpr uint32_t NEVER = 0x007fffff;  // ordered(-INFINITY)
 
 struct SelectShared {
+  // candidates: their scores and ids, then their keys
   uint64_t buffer[BUFFER];
   uint32_t hits[MAX_HITS];
-  float sums[SELECT_THREADS];
-  uint32_t counts[34];
-  float warp_min[SELECT_WARPS], warp_max[SELECT_WARPS];
+  // sum and factor of each chunk
+  float2 terms[CHUNKS_AT_ONCE];
+  uint32_t warp_min[SELECT_WARPS], warp_max[SELECT_WARPS];
   double ln_z;
   uint32_t num_usable, has_nonfinite, num_hits, num_keys;
   bool is_last;
 };
 
-// Keeps the best `count` of the `size` distinct keys of the buffer, sorted.
+// Barriers of the threads that look for candidates.
+__device__ __forceinline__ void sync_selectors() {
+  asm volatile("bar.sync 1, %0;" ::"n"(SELECT_THREADS) : "memory");
+}
+__device__ __forceinline__ int count_selectors(bool which) {
+  int count;
+  asm volatile(
+      "{\n"
+      ".reg .pred which;\n"
+      "setp.ne.u32 which, %1, 0;\n"
+      "bar.red.popc.u32 %0, 1, %2, which;\n"
+      "}"
+      : "=r"(count)
+      : "r"(static_cast<uint32_t>(which)), "n"(SELECT_THREADS)
+      : "memory");
+  return count;
+}
+
+// Keeps the best `count` of the `size` distinct keys of the buffer, sorted; by the selectors.
 __device__ __forceinline__ void keep_best(uint64_t *buffer, int size, int count) {
-  uint64_t keys[BUFFER / SELECT_THREADS];
-  int ranks[BUFFER / SELECT_THREADS];
+  constexpr int KEYS = BUFFER / SELECT_THREADS;
+  // as many threads a key as there are, so that each compares few
+  int parts = 1;
+  while (parts < 32 && 2 * parts * size <= SELECT_THREADS) parts *= 2;
+  const int part = threadIdx.x % parts, first = threadIdx.x / parts, step = SELECT_THREADS / parts;
+  uint64_t keys[KEYS];
+  int ranks[KEYS];
 #pragma unroll
-  for (int k = 0; k < BUFFER / SELECT_THREADS; ++k) {
-    const int i = threadIdx.x + k * SELECT_THREADS;
-    ranks[k] = count;
+  for (int k = 0; k < KEYS; ++k) {
+    const int i = first + k * step;
+    keys[k] = i < size ? buffer[i] : NO_KEY;
+    int rank = 0;
     if (i < size) {
-      keys[k] = buffer[i];
-      int rank = 0;
 #pragma unroll 8
-      for (int j = 0; j < size; ++j) rank += buffer[j] < keys[k];
-      ranks[k] = rank;
+      for (int j = part; j < size; j += parts) rank += buffer[j] < keys[k];
     }
+    ranks[k] = rank;
   }
-  __syncthreads();
+  for (int other = 1; other < parts; other *= 2) ranks[0] += __shfl_xor_sync(FULL_WARP, ranks[0], other);
+  sync_selectors();
 #pragma unroll
-  for (int k = 0; k < BUFFER / SELECT_THREADS; ++k) {
-    if (ranks[k] < count) buffer[ranks[k]] = keys[k];
+  for (int k = 0; k < KEYS; ++k) {
+    if (keys[k] != NO_KEY && ranks[k] < count && part == 0) buffer[ranks[k]] = keys[k];
   }
-  __syncthreads();
+  sync_selectors();
 }
 
 template <typename T>
@@ -365,186 +486,253 @@ struct Row {
   }
 };
 
+// What the normaliser reads of a chunk.
+struct ChunkSummary {
+  float max, sum;
+  uint32_t usable;
+
+  __device__ ChunkSummary(const ddt_cuda_tree_build &p, int64_t task, int chunk) : max(-INFINITY), sum(0), usable(0) {
+    if (chunk >= p.num_chunks) return;
+    max = __ldcg(p.chunk_max + task * p.num_chunks + chunk);
+    sum = __ldcg(p.chunk_sum + task * p.num_chunks + chunk);
+    usable = __ldcg(p.chunk_usable + task * p.num_chunks + chunk);
+  }
+};
+
+// The normaliser by one warp: chunk by chunk in ascending order. The first chunks are given.
+__device__ __forceinline__ void normalise(const ddt_cuda_tree_build &p, int64_t task, float row_max, ChunkSummary low,
+                                          ChunkSummary high, SelectShared &shared) {
+  const int lane = threadIdx.x % 32;
+  uint32_t usable = 0, has_nonfinite = 0;
+  float sum = 0.0f;
+  for (int start = 0; start < p.num_chunks; start += CHUNKS_AT_ONCE) {
+    if (start > 0) {
+      low = ChunkSummary(p, task, start + lane);
+      high = ChunkSummary(p, task, start + 32 + lane);
+    }
+    // a chunk without usable scores adds 0 * 0, which changes nothing
+    const auto term = [&](const ChunkSummary &chunk) {
+      usable += chunk.usable & ~NONFINITE_BIT;
+      has_nonfinite |= chunk.usable & NONFINITE_BIT;
+      if (chunk.max == -INFINITY) return make_float2(0.0f, 0.0f);
+      return make_float2(chunk.sum, exp_spec(__fsub_rn(chunk.max, row_max)));
+    };
+    shared.terms[lane] = term(low);
+    shared.terms[32 + lane] = term(high);
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < CHUNKS_AT_ONCE; ++k) sum = __fmaf_rn(shared.terms[k].x, shared.terms[k].y, sum);
+    __syncwarp();
+  }
+  usable = __reduce_add_sync(FULL_WARP, usable);
+  has_nonfinite = __reduce_or_sync(FULL_WARP, has_nonfinite);
+  const double ln_z = usable > 0 ? __dadd_rn(static_cast<double>(row_max), ln_spec(sum)) : 0.0;
+  if (lane == 0) {
+    shared.ln_z = ln_z;
+    shared.num_usable = usable;
+    shared.has_nonfinite = has_nonfinite != 0;
+  }
+}
+
+// Finds the candidates of at least floor_x in the blocks of ids whose maxima reach it, by the
+// selectors. Counts all, keeps those that the buffer has room for.
+template <typename T>
+__device__ __forceinline__ void find_candidates(const ddt_cuda_tree_build &p, const Row<T> &row, float floor_x,
+                                                int num_hits, SelectShared &shared) {
+  constexpr int VALUES = 16 / sizeof(T), THREADS_PER_HIT = BLOCK / VALUES, AT_ONCE = 2;
+  constexpr int HITS = SELECT_THREADS / THREADS_PER_HIT;
+  for (int start = 0; start < num_hits; start += AT_ONCE * HITS) {
+    // all loads first, so that they overlap
+    uint4 raw[AT_ONCE];
+    uint32_t tokens[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int hit = start + k * HITS + threadIdx.x / THREADS_PER_HIT;
+      tokens[k] = UINT32_MAX;
+      if (hit >= num_hits) continue;
+      tokens[k] = shared.hits[hit] * BLOCK + threadIdx.x % THREADS_PER_HIT * VALUES;
+      if (p.vector && tokens[k] + VALUES <= row.vocab) {
+        raw[k] = __ldcg(reinterpret_cast<const uint4 *>(row.data + tokens[k]));
+      } else {
+        T *const to = reinterpret_cast<T *>(&raw[k]);
+#pragma unroll
+        for (int j = 0; j < VALUES; ++j) {
+          to[j] = tokens[k] + j < row.vocab ? row.data[(tokens[k] + j) * row.stride] : from_f32<T>(-INFINITY);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      if (tokens[k] == UINT32_MAX) continue;
+      float x[VALUES];
+      uint32_t found = 0;
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) {
+        x[j] = __fmul_rn(to_f32(reinterpret_cast<const T *>(&raw[k])[j]), row.scale);
+        if (x[j] >= floor_x && x[j] < INFINITY) found |= 1u << j;
+      }
+      if (found == 0) continue;
+      uint32_t at = atomicAdd(&shared.num_keys, static_cast<uint32_t>(__popc(found)));
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) {
+        if (!(found >> j & 1)) continue;
+        if (at < BUFFER) shared.buffer[at] = static_cast<uint64_t>(__float_as_uint(x[j])) << 32 | (tokens[k] + j);
+        at += 1;
+      }
+    }
+  }
+}
+
+// All blocks in ascending order, where too many can have a candidate: the buffer is cut after each
+// round, and later ids lose ties. Returns the number of keys in the buffer.
+template <typename T>
+__device__ __forceinline__ int select_in_rounds(const ddt_cuda_tree_build &p, const Row<T> &row, int32_t worst, int want,
+                                                SelectShared &shared) {
+  const double ln_z = shared.ln_z;
+  int num_keys = 0;
+  int32_t needed = worst;
+  sync_selectors();
+  if (threadIdx.x == 0) shared.num_keys = 0;
+  for (int start = 0; start < p.num_blocks && needed <= 0; start += BLOCKS_PER_ROUND) {
+    sync_selectors();
+    const uint32_t token = static_cast<uint32_t>(start) * BLOCK + threadIdx.x;
+    const float x = row.x(token);
+    const int32_t score = x > -INFINITY ? edge_score(x, ln_z) : MIN_SCORE;
+    if (x > -INFINITY && score >= needed) {
+      shared.buffer[atomicAdd(&shared.num_keys, 1u)] = candidate_key(score, token);
+    }
+    sync_selectors();
+    const int size = shared.num_keys;
+    if (size == num_keys) continue;
+    keep_best(shared.buffer, size, want);
+    num_keys = min(size, want);
+    if (num_keys == want) needed = key_score(shared.buffer[want - 1]) + 1;
+    if (threadIdx.x == 0) shared.num_keys = num_keys;
+  }
+  return num_keys;
+}
+
 // The list of one depth, into the workspace: rust/scores.rs, RowSummary.
 template <typename T>
 __device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, int depth, const Request &request,
-                           SelectShared &shared) {
+                                           SelectShared &shared) {
   const int i = threadIdx.x, lane = i % 32, warp = i / 32;
+  const bool is_selector = i < SELECT_THREADS;
   const int64_t task = static_cast<int64_t>(r) * p.num_rows + depth;
   const float *block_max = p.block_max + task * p.num_blocks;
-  float maxima[MAXIMA_PER_THREAD];
+  // maxima as integers of the same order
+  uint32_t maxima[MAXIMA_PER_THREAD];
 #pragma unroll
   for (int k = 0; k < MAXIMA_PER_THREAD; ++k) {
     const int block = k * SELECT_THREADS + i;
-    maxima[k] = block < p.num_blocks ? __ldcg(block_max + block) : -INFINITY;
+    maxima[k] = is_selector && block < p.num_blocks ? ordered(__ldcg(block_max + block)) : NEVER;
   }
+  const int first_chunk = is_selector ? p.num_chunks : lane;
+  const ChunkSummary low_chunk(p, task, first_chunk), high_chunk(p, task, first_chunk + 32);
   const auto for_each_block = [&](auto &&use) {
 #pragma unroll
     for (int k = 0; k < MAXIMA_PER_THREAD; ++k) use(k * SELECT_THREADS + i, maxima[k]);
     for (int block = MAXIMA_PER_THREAD * SELECT_THREADS + i; block < p.num_blocks; block += SELECT_THREADS) {
-      use(block, __ldcg(block_max + block));
+      use(block, ordered(__ldcg(block_max + block)));
     }
   };
-
-  // the normaliser: chunk by chunk in ascending order
-  if (i < 34) shared.counts[i] = 0;
-  if (i == 0) shared.num_usable = shared.has_nonfinite = shared.num_hits = shared.num_keys = 0;
-  float thread_max = -INFINITY;
-  for_each_block([&](int, float x) { thread_max = fmaxf(thread_max, x); });
-  const float low_of_warp = -warp_max(-thread_max), high_of_warp = warp_max(thread_max);
-  if (lane == 0) {
-    shared.warp_min[warp] = low_of_warp;
-    shared.warp_max[warp] = high_of_warp;
+  uint32_t thread_max = NEVER;
+  if (is_selector) {
+    for_each_block([&](int, uint32_t x) { thread_max = max(thread_max, x); });
+    const uint32_t low_of_warp = __reduce_min_sync(FULL_WARP, thread_max);
+    const uint32_t high_of_warp = __reduce_max_sync(FULL_WARP, thread_max);
+    if (lane == 0) {
+      shared.warp_min[warp] = low_of_warp;
+      shared.warp_max[warp] = high_of_warp;
+    }
   }
+  if (i == 0) shared.num_hits = shared.num_keys = 0;
   __syncthreads();
-  float row_max = -INFINITY, row_low = INFINITY;
-#pragma unroll
-  for (int k = 0; k < SELECT_WARPS; ++k) {
-    row_max = fmaxf(row_max, shared.warp_max[k]);
-    row_low = fminf(row_low, shared.warp_min[k]);
-  }
-  float sum = 0.0f;
-  for (int start = 0; start < p.num_chunks; start += SELECT_THREADS) {
-    const int chunk = start + i;
-    float factor = 0.0f, chunk_sum = 0.0f;
-    if (chunk < p.num_chunks) {
-      const uint32_t usable = p.chunk_usable[task * p.num_chunks + chunk];
-      const float chunk_max = p.chunk_max[task * p.num_chunks + chunk];
-      atomicAdd(&shared.num_usable, usable & ~NONFINITE_BIT);
-      if (usable & NONFINITE_BIT) atomicOr(&shared.has_nonfinite, 1u);
-      if (chunk_max > -INFINITY) {
-        factor = exp_spec(__fsub_rn(chunk_max, row_max));
-        chunk_sum = p.chunk_sum[task * p.num_chunks + chunk];
-      }
-    }
-    // a chunk without usable scores adds 0 * 0, which changes nothing
-    float *const factors = reinterpret_cast<float *>(shared.buffer);
-    factors[i] = factor;
-    shared.sums[i] = chunk_sum;
-    __syncthreads();
-    if (i == 0) {
-      const int count = min(p.num_chunks - start, SELECT_THREADS);
-#pragma unroll 8
-      for (int k = 0; k < count; ++k) sum = __fmaf_rn(shared.sums[k], factors[k], sum);
-    }
-    __syncthreads();
-  }
-  const uint32_t num_usable = shared.num_usable;
-  if (i == 0) shared.ln_z = num_usable > 0 ? __dadd_rn(static_cast<double>(row_max), ln_spec(sum)) : 0.0;
-
+  const uint32_t row_low = __reduce_min_sync(FULL_WARP, shared.warp_min[lane % SELECT_WARPS]);
+  const uint32_t row_high = __reduce_max_sync(FULL_WARP, shared.warp_max[lane % SELECT_WARPS]);
+  const float row_max = from_ordered(row_high);
   const int limit = p.max_candidates > 0 ? min(p.max_candidates, request.max_children) : request.max_children;
-  const int want = min(limit, p.list_capacity);
-  // A score that at least `want` blocks reach. Any will do; one that few more reach is found by
-  // bisection of the scores' bits.
-  float threshold = -INFINITY;
-  if (want > 0 && row_max > -INFINITY) {
-    // every thread has a block of at least row_low, so that many blocks reach it
-    uint32_t low = ordered(row_low > -INFINITY ? row_low : -FLT_MAX), high = ordered(row_max) + 1;
-    for (int step = 0; step < 34; ++step) {
-      uint32_t middle = step == 0 ? low : low + (high - low) / 2;
-      int count = 0;
-      for_each_block([&](int, float x) { count += x > -INFINITY && ordered(x) >= middle; });
-      count = __reduce_add_sync(FULL_WARP, count);
-      if (lane == 0) atomicAdd(&shared.counts[step], count);
-      __syncthreads();
-      const int total = shared.counts[step];
-      if (step == 0 && total < want) {
-        low = 0;  // fewer blocks than candidates: all of them
-        break;
-      }
-      if (total >= want) {
-        low = middle;
-        if (total <= want + want / 4 + 8) break;
-      } else {
-        high = middle;
-      }
-      if (high - low <= 1) break;
-    }
-    threshold = low == 0 ? -INFINITY : from_ordered(low);
-  }
-  __syncthreads();
-  const double ln_z = shared.ln_z;
-  const int32_t worst = threshold > -INFINITY ? edge_score(threshold, ln_z) : MIN_SCORE;
-  // no smaller x can have this score: a unit is 2^-21. The worst score has no such limit.
-  const float floor_x = worst > MIN_SCORE ? threshold - 1e-6f - fabsf(threshold) * 3e-7f : -FLT_MAX;
-  const auto qualifies = [&](float x) {
-    return x >= floor_x && (x >= threshold || edge_score(x, ln_z) >= worst);
-  };
+  const int want = row_high > NEVER ? min(limit, p.list_capacity) : 0;
 
-  if (want > 0 && row_max > -INFINITY) {
-    for_each_block([&](int block, float x) {
-      if (!qualifies(x)) return;
+  float threshold = -INFINITY, floor_x = -FLT_MAX;
+  int num_hits = 0;
+  if (!is_selector) {
+    normalise(p, task, row_max, low_chunk, high_chunk, shared);
+  } else if (want > 0) {
+    // A score that at least `want` blocks reach. Any will do; that `want` threads have such a
+    // block is quick to count, and few more blocks do. It is found by bisection of its bits.
+    if (count_selectors(thread_max > NEVER) >= want) {
+      uint32_t low = max(row_low, NEVER + 1), high = row_high + 1;
+      while (high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        const int count = count_selectors(thread_max >= middle);
+        if (count >= want) {
+          low = middle;
+          if (count <= want + want / 8 + 2) break;
+        } else {
+          high = middle;
+        }
+      }
+      threshold = from_ordered(low);
+    }
+    // No smaller x can have this score: a unit is 2^-21. The worst score, of x more than 1024
+    // below the normaliser, has no such limit; that is at most ln(2^31) above the maximum.
+    if (threshold - row_max > -1000.0f) floor_x = threshold - 1e-6f - fabsf(threshold) * 3e-7f;
+    const uint32_t floor_key = ordered(floor_x);
+    for_each_block([&](int block, uint32_t x) {
+      if (x < floor_key || block >= p.num_blocks) return;
       const uint32_t at = atomicAdd(&shared.num_hits, 1u);
       if (at < MAX_HITS) shared.hits[at] = block;
     });
+    sync_selectors();
+    num_hits = shared.num_hits;
+    const ddt_cuda_view &view = p.logits;
+    const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1],
+                     view.strides[2], static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
+    if (num_hits <= MAX_HITS) find_candidates(p, row, floor_x, num_hits, shared);
   }
   __syncthreads();
-  const int num_hits = shared.num_hits;
-  const ddt_cuda_view &view = p.logits;
-  const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1], view.strides[2],
-                   static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
-  // First all blocks that can have a candidate; if those are too many, then all blocks in
-  // ascending order, and the buffer is cut after each round. There later ids lose ties.
-  bool in_rounds = num_hits > MAX_HITS;
-  int num_keys = 0, start = 0;
-  int32_t needed = worst;
-  while (true) {
-    if (in_rounds) {
-      const uint32_t token = static_cast<uint32_t>(start) * BLOCK + i;
-      const float x = row.x(token);
-      const int32_t score = x > -INFINITY ? edge_score(x, ln_z) : MIN_SCORE;
-      if (x > -INFINITY && score >= needed) {
-        shared.buffer[atomicAdd(&shared.num_keys, 1u)] = candidate_key(score, token);
-      }
-      start += BLOCKS_PER_ROUND;
-    } else {
-      // a warp per block of ids, two at a time so that their loads overlap
-      for (int hit = warp; hit < num_hits; hit += 2 * SELECT_WARPS) {
-        const bool has_second = hit + SELECT_WARPS < num_hits;
-        uint32_t tokens[4];
-        float x[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const uint32_t block = shared.hits[k < 2 || has_second ? hit + k / 2 * SELECT_WARPS : hit];
-          tokens[k] = block * BLOCK + k % 2 * 32 + lane;
-          x[k] = k < 2 || has_second ? row.x(tokens[k]) : -INFINITY;
-        }
-#pragma unroll 1
-        for (int k = 0; k < 4; ++k) {
-          const float candidate = k == 0 ? x[0] : k == 1 ? x[1] : k == 2 ? x[2] : x[3];
-          if (candidate == -INFINITY || candidate < floor_x) continue;
-          const int32_t score = edge_score(candidate, ln_z);
-          if (score < worst) continue;
-          const uint32_t at = atomicAdd(&shared.num_keys, 1u);
-          const uint32_t token = k == 0 ? tokens[0] : k == 1 ? tokens[1] : k == 2 ? tokens[2] : tokens[3];
-          if (at < BUFFER) shared.buffer[at] = candidate_key(score, token);
-        }
-      }
-    }
-    __syncthreads();
+  if (!is_selector) return;
+  const double ln_z = shared.ln_z;
+  int num_keys = 0;
+  if (want > 0) {
     const int size = shared.num_keys;
-    const bool overflows = size > BUFFER;
-    if (!overflows && size > num_keys) keep_best(shared.buffer, size, want);
-    if (!in_rounds && !overflows) {
+    if (num_hits > MAX_HITS || size > BUFFER) {
+      const ddt_cuda_view &view = p.logits;
+      const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1],
+                       view.strides[2], static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
+      const int32_t worst = threshold > -INFINITY ? edge_score(threshold, ln_z) : MIN_SCORE;
+      num_keys = select_in_rounds(p, row, worst, want, shared);
+    } else {
+      for (int k = i; k < size; k += SELECT_THREADS) {
+        const uint64_t candidate = shared.buffer[k];
+        const float x = __uint_as_float(static_cast<uint32_t>(candidate >> 32));
+        shared.buffer[k] = candidate_key(edge_score(x, ln_z), static_cast<uint32_t>(candidate));
+      }
+      sync_selectors();
+      keep_best(shared.buffer, size, want);
       num_keys = min(size, want);
-      break;
     }
-    if (in_rounds && size > num_keys) {
-      num_keys = min(size, want);
-      if (num_keys == want) needed = key_score(shared.buffer[want - 1]) + 1;
-    }
-    in_rounds = true;
-    if (start >= p.num_blocks || needed > 0) break;
-    __syncthreads();
-    if (i == 0) shared.num_keys = num_keys;
-    __syncthreads();
   }
   uint64_t *keys = p.keys + task * (p.list_capacity + 1);
   for (int k = i; k <= num_keys; k += SELECT_THREADS) keys[k] = k < num_keys ? shared.buffer[k] : NO_KEY;
   if (i == 0) {
-    p.lists[task] = {num_keys, limit < request.max_children && num_usable > static_cast<uint32_t>(limit),
+    p.lists[task] = {num_keys, limit < request.max_children && shared.num_usable > static_cast<uint32_t>(limit),
                      static_cast<int32_t>(shared.has_nonfinite), 0};
   }
+}
+
+// Whether this block is the last of `count` to come here; what the others wrote before is then
+// visible to all its threads.
+__device__ __forceinline__ bool is_last_block(uint32_t *arrived, uint32_t count, bool &shared) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    shared = atomicAdd(arrived, 1u) == count - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return shared;
 }
 
 template <typename T>
@@ -560,14 +748,9 @@ __device__ __forceinline__ void select(const ddt_cuda_tree_build &p) {
   const Request request(p, r);
   if (depth < request.depth_limit) select_row<T>(p, r, depth, request, shared.select);
   // the last block of the request goes on
-  __threadfence();
+  const bool is_last = is_last_block(p.arrived + r, gridDim.x, shared.select.is_last);
   __syncthreads();
-  if (threadIdx.x == 0) shared.select.is_last = atomicAdd(&p.arrived[r], 1u) == gridDim.x - 1;
-  __syncthreads();
-  if (!shared.select.is_last) return;
-  __threadfence();
-  __syncthreads();
-  build(p, r, request, shared.search, dynamic);
+  if (is_last) build<true>(p, r, request, shared.search, dynamic);
 }
 
 // ---- from a candidate lattice
@@ -694,15 +877,15 @@ extern "C" __global__ void __launch_bounds__(SUMMARIZE_THREADS)
     ddt_tree_build_summarize_bf16(const __grid_constant__ ddt_cuda_tree_build p) {
   summarize<__nv_bfloat16>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS + 32, 1)
     ddt_tree_build_select_f32(const __grid_constant__ ddt_cuda_tree_build p) {
   select<float>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS + 32, 1)
     ddt_tree_build_select_f16(const __grid_constant__ ddt_cuda_tree_build p) {
   select<__half>(p);
 }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS + 32, 1)
     ddt_tree_build_select_bf16(const __grid_constant__ ddt_cuda_tree_build p) {
   select<__nv_bfloat16>(p);
 }
@@ -715,5 +898,5 @@ extern "C" __global__ void __launch_bounds__(MAX_NODES)
   extern __shared__ uint64_t dynamic[];
   __shared__ SearchShared shared;
   wait_for_previous_kernel();
-  build(p, blockIdx.x, Request(p, blockIdx.x), shared, dynamic);
+  build<false>(p, blockIdx.x, Request(p, blockIdx.x), shared, dynamic);
 }

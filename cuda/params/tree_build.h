@@ -8,6 +8,8 @@ enum {
   // ids of a chunk and of a block, as rust/scores.rs specifies them
   DDT_CUDA_TREE_BUILD_CHUNK = 4096,
   DDT_CUDA_TREE_BUILD_BLOCK = 64,
+  // threads of ddt_tree_build_select that look for candidates; one warp more is launched
+  DDT_CUDA_TREE_BUILD_SELECT_THREADS = 512,
   // the child lists of all depths at the largest budget
   DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES = DDT_CUDA_MAX_DEPTH * DDT_CUDA_MAX_NODES * 8,
   DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES = DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES,

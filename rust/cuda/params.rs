@@ -755,6 +755,7 @@ const _: () = {
 };
 pub const DDT_CUDA_TREE_BUILD_CHUNK: _bindgen_ty_8 = 4096;
 pub const DDT_CUDA_TREE_BUILD_BLOCK: _bindgen_ty_8 = 64;
+pub const DDT_CUDA_TREE_BUILD_SELECT_THREADS: _bindgen_ty_8 = 512;
 pub const DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES: _bindgen_ty_8 = 65536;
 pub const DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES: _bindgen_ty_8 = 65536;
 pub const DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES: _bindgen_ty_8 = 49152;

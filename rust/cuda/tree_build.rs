@@ -7,7 +7,7 @@ use std::ptr::null_mut;
 use super::params::{
     DDT_CUDA_MAX_NODES, DDT_CUDA_TREE_BUILD_BLOCK, DDT_CUDA_TREE_BUILD_CHUNK,
     DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES, DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES,
-    DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES, ddt_cuda_child_list, ddt_cuda_tree_build,
+    DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES, DDT_CUDA_TREE_BUILD_SELECT_THREADS, ddt_cuda_child_list, ddt_cuda_tree_build,
 };
 use super::{Device, Kernel, Launch, Loader, View, tree_params};
 use crate::dtype::DType;
@@ -19,7 +19,7 @@ use crate::ffi::tree_build::{BatchScores, check_scalars};
 use crate::tree::MAX_DEPTH;
 
 const SUMMARIZE_THREADS: u32 = 256;
-const SELECT_THREADS: u32 = 512;
+const SELECT_THREADS: u32 = DDT_CUDA_TREE_BUILD_SELECT_THREADS + 32;
 const LISTS_THREADS: u32 = 128;
 
 /// The kernels of this operation, one per dtype of logits where there are three.
