@@ -209,7 +209,10 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
 
 constexpr uint64_t NO_KEY = UINT64_MAX;
 
-// The child lists of a request: rows of keys, best first, each ended by NO_KEY.
+// What ends a list: all ones in place of a cost, and whether the list is cut.
+__device__ __forceinline__ uint64_t end_of_list(bool is_cut) { return is_cut ? NO_KEY : NO_KEY - 1; }
+
+// The child lists of a request: rows of keys, best first, each ended by end_of_list.
 struct Lists {
   const uint64_t *keys;
   const uint16_t *columns;  // NULL without a lattice
@@ -236,7 +239,7 @@ constexpr uint64_t NO_ENTRY = UINT64_MAX;
 
 __device__ __forceinline__ uint64_t entry_of(uint32_t path_cost, uint64_t key, uint32_t place) {
   const uint32_t edge_cost = static_cast<uint32_t>(key >> 32), most = -MIN_SCORE;
-  if (edge_cost > most) return NO_ENTRY;  // NO_KEY
+  if (edge_cost > most) return NO_ENTRY;  // the list's end
   return static_cast<uint64_t>(min(path_cost + edge_cost, most)) << 32 | place;
 }
 
@@ -245,9 +248,18 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
+template <typename T>
+__device__ __forceinline__ T load_shared(uint32_t address);
+template <>
 __device__ __forceinline__ uint64_t load_shared(uint32_t address) {
   uint64_t x;
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+template <>
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
 
@@ -271,8 +283,8 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
                                        const Lists &lists, const ddt_cuda_child_list *infos, SearchShared &shared) {
   const int lane = threadIdx.x;
   Topology &tree = shared.topology;
-  const uint32_t base = IN_SHARED ? kept(shared_address(lists.keys)) : 0;
-  const auto key_at = [&](int at) { return IN_SHARED ? load_shared(base + at * 8) : lists.keys[at]; };
+  const uint32_t base = IN_SHARED ? kept(shared_address(lists.keys)) : 0, costs = kept(shared_address(shared.cost));
+  const auto key_at = [&](int at) { return IN_SHARED ? load_shared<uint64_t>(base + at * 8) : lists.keys[at]; };
   const int end = lists.end(request.depth_limit);
   uint32_t flags = 0;
   for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
@@ -303,18 +315,19 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
     const bool has_pairs = lists.per_row > 1;
     const int list = has_pairs ? lists.of(depth, shared.column[parent]) : depth;
     const int at = list * lists.pitch + sibling;
-    const uint64_t key = key_at(at), next = key_at(at + 1);
-    const uint32_t parent_cost = shared.cost[parent];
-    const int token = key_token(key) & ~STOP_BIT, column = has_pairs ? lists.columns[at] : 0;
+    const int column = has_pairs ? lists.columns[at] : 0;
     bool opens = depth + 1 < request.depth_limit;
-    const int child_list = has_pairs ? lists.of(depth + 1, column) : depth + 1;
-    const uint64_t child = opens ? key_at(child_list * lists.pitch) : NO_KEY;
+    const int child_list = !opens ? 0 : has_pairs ? lists.of(depth + 1, column) : depth + 1;
+    // all loads before anything that waits for one
+    const uint64_t key = key_at(at), next = key_at(at + 1), child = key_at(child_list * lists.pitch);
+    const uint32_t parent_cost = IN_SHARED ? load_shared<uint32_t>(costs + parent * 4) : shared.cost[parent];
+    const int token = key_token(key) & ~STOP_BIT;
     if (IN_SHARED) {
       opens = opens && !(static_cast<uint32_t>(key) & STOP_BIT);
     } else if (opens && p.max_stop_tokens > 0) {
       opens = !is_stop(p, r, depth + 1, token);
     }
-    if (next == NO_KEY && infos[list].is_cut) flags |= FLAG_CANDIDATES_EXHAUSTED;
+    if (next == end_of_list(true)) flags |= FLAG_CANDIDATES_EXHAUSTED;
     const uint64_t next_entry = entry_of(parent_cost, next, place + (1 << 16));
     const uint64_t child_entry = opens ? entry_of(cost, child, num_nodes << 24 | (depth + 1)) : NO_ENTRY;
 #pragma unroll
@@ -715,11 +728,9 @@ __device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, 
     }
   }
   uint64_t *keys = p.keys + task * (p.list_capacity + 1);
-  for (int k = i; k <= num_keys; k += SELECT_THREADS) keys[k] = k < num_keys ? shared.buffer[k] : NO_KEY;
-  if (i == 0) {
-    p.lists[task] = {num_keys, limit < request.max_children && shared.num_usable > static_cast<uint32_t>(limit),
-                     static_cast<int32_t>(shared.has_nonfinite), 0};
-  }
+  const bool is_cut = limit < request.max_children && shared.num_usable > static_cast<uint32_t>(limit);
+  for (int k = i; k <= num_keys; k += SELECT_THREADS) keys[k] = k < num_keys ? shared.buffer[k] : end_of_list(is_cut);
+  if (i == 0) p.lists[task] = {num_keys, is_cut, static_cast<int32_t>(shared.has_nonfinite), 0};
 }
 
 // Whether this block is the last of `count` to come here; what the others wrote before is then
@@ -856,8 +867,9 @@ __device__ __forceinline__ void make_list(const ddt_cuda_tree_build &p) {
       p.columns[list * pitch + rank] = static_cast<uint16_t>(column);
     }
   }
-  if (i == 0) p.keys[list * pitch + length] = NO_KEY;
-  if (i == 0) p.lists[list] = {length, num_usable == width && width < request.max_children, has_nonfinite, 0};
+  const bool is_cut = num_usable == width && width < request.max_children;
+  if (i == 0) p.keys[list * pitch + length] = end_of_list(is_cut);
+  if (i == 0) p.lists[list] = {length, is_cut, has_nonfinite, 0};
 }
 
 }  // namespace
