@@ -905,7 +905,7 @@ extern "C" __global__ void __launch_bounds__(LISTS_THREADS, 1)
     ddt_tree_build_lists(const __grid_constant__ ddt_cuda_tree_build p) {
   make_list(p);
 }
-extern "C" __global__ void __launch_bounds__(MAX_NODES)
+extern "C" __global__ void __launch_bounds__(MAX_NODES, 1)
     ddt_tree_build_search(const __grid_constant__ ddt_cuda_tree_build p) {
   extern __shared__ uint64_t dynamic[];
   __shared__ SearchShared shared;
