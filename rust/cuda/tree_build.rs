@@ -7,7 +7,8 @@ use std::ptr::null_mut;
 use super::params::{
     DDT_CUDA_MAX_NODES, DDT_CUDA_TREE_BUILD_BLOCK, DDT_CUDA_TREE_BUILD_CHUNK,
     DDT_CUDA_TREE_BUILD_LISTS_SHARED_BYTES, DDT_CUDA_TREE_BUILD_SEARCH_SHARED_BYTES,
-    DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES, DDT_CUDA_TREE_BUILD_SELECT_THREADS, ddt_cuda_child_list, ddt_cuda_tree_build,
+    DDT_CUDA_TREE_BUILD_SELECT_SHARED_BYTES, DDT_CUDA_TREE_BUILD_SELECT_THREADS, ddt_cuda_child_list,
+    ddt_cuda_tree_build,
 };
 use super::{Device, Kernel, Launch, Loader, View, tree_params};
 use crate::dtype::DType;
