@@ -326,7 +326,7 @@ def test_many_requests(rng):
     for dtype, v_heads, order in (
         (torch.bfloat16, 2, vllm_window),
         (torch.float16, 3, vllm_window),
-        (torch.float32, 3, strided),
+        (torch.float32, 3, dense),
         (torch.bfloat16, 4, dense),
         (torch.bfloat16, 8, vllm_window),
     ):
