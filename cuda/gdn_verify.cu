@@ -306,7 +306,9 @@ constexpr int K_STEPS = GDN_HEAD_DIM / 16;
 constexpr int MAX_PATH = DDT_CUDA_MAX_DEPTH + 1;
 // Row lengths in shared memory, without bank conflicts.
 constexpr int HEAD_PITCH = GDN_HEAD_DIM + 8;
-constexpr int PATH_PITCH = MAX_PATH;
+constexpr int WEIGHT_PITCH = MAX_PATH;
+// These rows are read four elements at a time.
+constexpr int PATH_PITCH = (MAX_PATH + 3) / 4 * 4;
 constexpr int TILE_FLOATS = TILE * GDN_HEAD_DIM;
 
 // The dynamic shared memory of a block. M = row_capacity.
@@ -319,7 +321,7 @@ struct Shared {
   float *tiles;
   // [M][PATH_PITCH] k_i . k_j of the ancestors j of i, root first
   float *key_dots;
-  // [TILES][M][PATH_PITCH] e^d(j, i) w_ij of j = i and ancestors, at first q_i . k_j
+  // [TILES][M][WEIGHT_PITCH] e^d(j, i) w_ij of j = i and ancestors, at first q_i . k_j
   float *weights;
   // [TILES][M]
   float *log_decays, *betas, *root_decays;
@@ -336,7 +338,7 @@ struct Shared {
     tiles = reinterpret_cast<float *>(heads + PARTS<T> * 2 * m * HEAD_PITCH);
     key_dots = tiles + num_tiles * TILE_FLOATS;
     weights = key_dots + m * PATH_PITCH;
-    log_decays = weights + TILES * m * PATH_PITCH;
+    log_decays = weights + TILES * m * WEIGHT_PITCH;
     betas = log_decays + TILES * m;
     root_decays = betas + TILES * m;
     norms = root_decays + TILES * m;
@@ -346,9 +348,10 @@ struct Shared {
   }
 };
 
-constexpr int ROW_BYTES_WITHOUT_HEADS = 4 * ((1 + TILES) * PATH_PITCH + 3 * TILES + 2) + PATH_PITCH + 1;
+constexpr int ROW_BYTES_WITHOUT_HEADS = 4 * (PATH_PITCH + TILES * WEIGHT_PITCH + 3 * TILES + 2) + PATH_PITCH + 1;
 static_assert(2 * HEAD_PITCH * 2 + ROW_BYTES_WITHOUT_HEADS == DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16, "");
 static_assert(4 * HEAD_PITCH * 2 + ROW_BYTES_WITHOUT_HEADS == DDT_CUDA_GDN_VERIFY_ROW_BYTES, "");
+static_assert(TILES * WEIGHT_PITCH * 4 <= 2 * HEAD_PITCH * 2, "steps fit where the heads were");
 static_assert(TILE_FLOATS * 4 == DDT_CUDA_GDN_VERIFY_TILE_BYTES, "");
 static_assert(2 * DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16 * TILE <= TILE_FLOATS, "results fit where the state was");
 static_assert(DDT_CUDA_GDN_VERIFY_MAX_ROWS > DDT_CUDA_MAX_DEPTH, "a chunk has room for a node beside its ancestors");
@@ -381,19 +384,16 @@ struct Solve {
   static constexpr int PATH_PASSES = (MAX_ROWS + PATH_ROWS - 1) / PATH_ROWS;
   // Blocks of eight rows that a warp multiplies with its tile.
   static constexpr int BLOCKS = 2;
-  // Lanes that share a row in the substitution.
-  static constexpr int LANES = 4;
-  static constexpr int SLOTS = (MAX_PATH + LANES - 1) / LANES;
   static_assert(THREADS >= 2 * MAX_ROWS, "a thread per norm");
 
-  using Sums = float[BLOCKS][2][2][4];
+  using Sums = float[BLOCKS][2][4];
   using Values = T[BLOCKS][4];
 
   const ddt_cuda_gdn_verify &p;
   const Shared<T> shared;
   const int request, k_head;
   const int group;  // value heads per key head
-  const int warp, lane;
+  int warp, lane;
 
   __device__ __nv_bfloat16 *head_row(int part, int is_key, int row) const {
     return shared.heads + ((part * 2 + is_key) * p.row_capacity + row) * HEAD_PITCH;
@@ -466,16 +466,33 @@ struct Solve {
     const float *from = static_cast<const float *>(view.data) + slot * view.strides[0] +
                         (k_head * group + tile.head) * view.strides[1] + (tile.column + first) * view.strides[2] +
                         lane * 4 * view.strides[3];
+    if (p.flags & DDT_CUDA_GDN_VERIFY_STATE) {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        copy_async_16(to + state_place(first + row, lane), from);
+        from += view.strides[2];
+      }
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) to[state_place(first + row, lane) + i] = from[i * view.strides[3]];
+        from += view.strides[2];
+      }
+    }
+  }
+
+  // Splits what the calling thread copied, in place: of each two keys their high, then their low parts.
+  template <int ROWS>
+  __device__ void split_state(float *state, int first) const {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      float *place = to + state_place(first + row, lane);
-      if (p.flags & DDT_CUDA_GDN_VERIFY_STATE) {
-        copy_async_16(place, from);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) place[i] = from[i * view.strides[3]];
-      }
-      from += view.strides[2];
+      float4 *place = reinterpret_cast<float4 *>(state + state_place(first + row, lane));
+      const float4 keys = *place;
+      uint4 parts;
+      split(keys.x, keys.y, parts.x, parts.y);
+      split(keys.z, keys.w, parts.z, parts.w);
+      *reinterpret_cast<uint4 *>(place) = parts;
     }
   }
 
@@ -491,7 +508,7 @@ struct Solve {
       const __nv_bfloat16 *heads = static_cast<const __nv_bfloat16 *>(p.heads) +
                                    part * static_cast<int64_t>(p.num_rows) * 2 * p.num_k_heads * GDN_HEAD_DIM +
                                    vector * 8;
-#pragma unroll 2
+#pragma unroll 1
       for (int pair = threadIdx.x / VECTORS; pair < 2 * chunk.count; pair += THREADS / VECTORS) {
         copy_async_16(head_row(part, pair % 2, pair / 2) + vector * 8,
                       heads + static_cast<int64_t>(head(pair)) * GDN_HEAD_DIM);
@@ -505,7 +522,7 @@ struct Solve {
   __device__ void load_gates(const Chunk &chunk, int start, int set, int head, int row) const {
     const float *from = p.gates +
                         static_cast<int64_t>(start + chunk.node(row, shared.carried)) * 3 * p.num_v_heads +
-                        k_head * group + head;
+                        (k_head * group + head);
     const int at = set * p.row_capacity + row;
     copy_async_4(shared.log_decays + at, from);
     copy_async_4(shared.betas + at, from + p.num_v_heads);
@@ -577,28 +594,44 @@ struct Solve {
           }
         }
       }
+      // what is read of rows that are none is not used
+      int depths[2], places[2];
+      float query_norms[2], key_norms[2], ancestor_norms[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = node + lane % 4 * 2 + i, j = ancestor + lane / 4 + i * 8;
+        depths[i] = row < chunk.count ? shared.depths[row] : -1;
+        places[i] = min(static_cast<int>(shared.depths[j]), MAX_PATH - 1);
+        query_norms[i] = shared.norms[row];
+        key_norms[i] = shared.norms[p.row_capacity + row];
+        ancestor_norms[i] = shared.norms[p.row_capacity + j];
+      }
+      bool on_path[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = node + lane % 4 * 2 + i % 2;
-        const int j = ancestor + lane / 4 + i / 2 * 8;
-        if (row >= chunk.count || j > row) continue;
-        const int place = shared.depths[j];
-        if (place > shared.depths[row] || shared.paths[row * PATH_PITCH + place] != j) continue;
-        const float norm = shared.norms[p.row_capacity + j];
-        const int at = row * PATH_PITCH + place;
-        shared.key_dots[at] = (sums[1][0][i] + sums[1][1][i]) * (norm * shared.norms[p.row_capacity + row]);
-        const float dot = (sums[0][0][i] + sums[0][1][i]) * (norm * shared.norms[row]);
-        for (int set = 0; set < sets; ++set) shared.weights[set * p.row_capacity * PATH_PITCH + at] = dot;
+        const int row = node + lane % 4 * 2 + i % 2, j = ancestor + lane / 4 + i / 2 * 8;
+        on_path[i] = shared.paths[row * PATH_PITCH + places[i / 2]] == j && places[i / 2] <= depths[i % 2] && j <= row;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!on_path[i]) continue;
+        const int row = node + lane % 4 * 2 + i % 2, place = places[i / 2];
+        const float norm = ancestor_norms[i / 2];
+        shared.key_dots[row * PATH_PITCH + place] = (sums[1][0][i] + sums[1][1][i]) * (norm * key_norms[i % 2]);
+        const float dot = (sums[0][0][i] + sums[0][1][i]) * (norm * query_norms[i % 2]);
+        float *weight = shared.weights + row * WEIGHT_PITCH + place;
+        for (int set = 0; set < sets; ++set) weight[set * p.row_capacity * WEIGHT_PITCH] = dot;
       }
       ancestor += WARPS * 16;
     }
   }
 
-  // Products of a tile of the state with queries and keys.
+  // Products of a tile of the state, in parts, with queries and keys. The parts of eight keys are the
+  // 16 elements of one mma, so both halves of the other operand are the same.
   template <int ROW_STEP>
   __device__ void multiply_state(const Chunk &chunk, const float *state, int first, Sums &sums) const {
 #pragma unroll
-    for (int i = 0; i < BLOCKS * 16; ++i) sums[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.0f;
+    for (int i = 0; i < BLOCKS * 8; ++i) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll 1
     for (int step = 0; step < K_STEPS; step += 2) {
       uint32_t a[2][2][4];
@@ -606,10 +639,12 @@ struct Solve {
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float4 keys = *reinterpret_cast<const float4 *>(
+          const uint4 parts = *reinterpret_cast<const uint4 *>(
               state + state_place(lane / 4 + 8 * half, (step + i) * 4 + lane % 4));
-          split(keys.x, keys.y, a[0][i][half], a[1][i][half]);
-          split(keys.z, keys.w, a[0][i][2 + half], a[1][i][2 + half]);
+          a[i][0][half] = parts.x;
+          a[i][0][2 + half] = parts.y;
+          a[i][1][half] = parts.z;
+          a[i][1][2 + half] = parts.w;
         }
       }
 #pragma unroll
@@ -618,17 +653,13 @@ struct Solve {
         if (node >= chunk.count) break;
 #pragma unroll
         for (int is_key = 0; is_key < 2; ++is_key) {
-          uint32_t b[PARTS<T>][4];
 #pragma unroll
-          for (int part = 0; part < PARTS<T>; ++part) load_rows(b[part], part, is_key, node, step);
+          for (int part = 0; part < PARTS<T>; ++part) {
+            uint32_t b[4];
+            load_rows(b, part, is_key, node, step);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              mma_m16n8k16<__nv_bfloat16>(sums[block][is_key][half], a[half][i], b[0][2 * i], b[0][2 * i + 1]);
-            }
-            if constexpr (PARTS<T> == 2) {
-              mma_m16n8k16<__nv_bfloat16>(sums[block][is_key][1], a[0][i], b[1][2 * i], b[1][2 * i + 1]);
+            for (int i = 0; i < 4; ++i) {
+              mma_m16n8k16<__nv_bfloat16>(sums[block][is_key], a[i / 2][i % 2], b[i], b[i]);
             }
           }
         }
@@ -644,75 +675,84 @@ struct Solve {
   __device__ void store_sums(const Chunk &chunk, float *results, int set, int first, const Sums &sums,
                              const Values &values) const {
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int block = i / 2, parity = i % 2, row = sum_row<ROW_STEP>(first, block, parity);
+      if (row >= chunk.count) continue;
+      const int gate = set * p.row_capacity + row;
+      const float beta = shared.betas[gate], decay = shared.root_decays[gate];
+      const float query_factor = decay * shared.norms[row], key_factor = decay * shared.norms[p.row_capacity + row];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = sum_row<ROW_STEP>(first, block, i), column = sum_column(i);
-        if (row >= chunk.count) continue;
-        const int gate = set * p.row_capacity + row;
-        const float decay = shared.root_decays[gate];
-        const float(&x)[2][2][4] = sums[block];
-        const float key_sum = (x[1][0][i] + x[1][1][i]) * (decay * shared.norms[p.row_capacity + row]);
+      for (int at = parity; at < 4; at += 2) {
+        const int column = sum_column(at);
         float *to = results + result_place(row, column / 4) + column % 4;
-        to[0] = shared.betas[gate] * (to_f32(values[block][i]) - key_sum);
-        to[p.row_capacity * TILE] = (x[0][0][i] + x[0][1][i]) * (decay * shared.norms[row]);
+        to[0] = beta * (to_f32(values[block][at]) - sums[block][1][at] * key_factor);
+        to[p.row_capacity * TILE] = sums[block][0][at] * query_factor;
       }
     }
   }
 
   // ---- substitution
 
-  // What one step needs besides the weights; zeros at steps that a row lacks.
-  struct Step {
-    float log_decay, beta, key_dots[SLOTS];
-  };
-
-  __device__ Step load_step(int set, int row, int depth, int place, int slots) const {
-    Step step = {};
-    if (place < 0 || place > depth) return step;
-    const int j = shared.paths[row * PATH_PITCH + place];
-    step.log_decay = shared.log_decays[set * p.row_capacity + j];
-    step.beta = shared.betas[set * p.row_capacity + j];
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int other = slot * LANES + lane % LANES;
-      if (slot < slots && other < place) step.key_dots[slot] = shared.key_dots[j * PATH_PITCH + other];
-    }
-    return step;
-  }
-
-  // The weights of one set for the eight rows from `first` on, by substitution from the row up to the root.
-  __device__ void substitute(const Chunk &chunk, int set, int first) const {
-    const int row = first + lane / LANES, sub = lane % LANES;
-    const int depth = row < chunk.count ? shared.depths[row] : -1;
-    float *weights = shared.weights + (set * p.row_capacity + row) * PATH_PITCH;
-    float w[SLOTS], decays[SLOTS], sum = 0.0f;
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int place = slot * LANES + sub;
-      w[slot] = place <= depth ? weights[place] : 0.0f;
-      decays[slot] = 0.0f;
-    }
+  // The weights of one set for a row per lane, by substitution from the row up to the root, four steps
+  // at a time. `all_steps` has room for [M][WEIGHT_PITCH] w_ij beta_j.
+  __device__ void substitute(const Chunk &chunk, int set, int lane_row, float *all_steps) const {
+    const int row = min(lane_row, chunk.count - 1);
+    const int depth = lane_row < chunk.count ? shared.depths[row] : -1;
     const int deepest = __reduce_max_sync(FULL_WARP, depth);
-    Step next = load_step(set, row, depth, deepest, SLOTS);
-#pragma unroll
-    for (int slot = SLOTS - 1; slot >= 0; --slot) {
+    const uint32_t *path = reinterpret_cast<const uint32_t *>(shared.paths + row * PATH_PITCH);
+    const float *log_decays = shared.log_decays + set * p.row_capacity, *betas = shared.betas + set * p.row_capacity;
+    float *weights = shared.weights + (set * p.row_capacity + row) * WEIGHT_PITCH;
+    float *steps = all_steps + row * WEIGHT_PITCH, sum = 0.0f;
+    // A step that a row lacks has factor 0 and the row's own dots: up to its depth they are numbers.
+    const auto step_row = [&](uint32_t four, int place) {
+      return place <= depth ? static_cast<int>(four >> (place % 4 * 8) & 255) : row;
+    };
+    const auto dots_of = [&](int of_row, int group) {
+      return *reinterpret_cast<const float4 *>(shared.key_dots + of_row * PATH_PITCH + group * 4);
+    };
 #pragma unroll 1
-      for (int place = min(deepest, slot * LANES + LANES - 1); place >= slot * LANES; --place) {
-        const Step step = next;
-        next = load_step(set, row, depth, place - 1, slot + 1);
-        const int owner = place - slot * LANES;
-        const float x = __shfl_sync(FULL_WARP, w[slot], owner, LANES) * step.beta;
-        if (sub == owner) decays[slot] = sum;
-        sum += step.log_decay;
+    for (int group = deepest / 4; group >= 0; --group) {
+      const int base = group * 4;
+      float w[4], log_decay[4], beta[4], x[4], weight[4];
+      float4 own[4];
+      const uint32_t own_path = path[group];
 #pragma unroll
-        for (int above = 0; above <= slot; ++above) w[above] = fmaf(-x, step.key_dots[above], w[above]);
+      for (int i = 0; i < 4; ++i) {
+        const int j = step_row(own_path, base + i);
+        w[i] = base + i <= depth ? weights[base + i] : 0.0f;
+        log_decay[i] = log_decays[j];
+        beta[i] = betas[j];
+        own[i] = dots_of(j, group);
       }
-    }
+#pragma unroll 1
+      for (int below = base + 4; below <= deepest; below += 4) {
+        const uint32_t four = path[below / 4];
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int place = slot * LANES + sub;
-      if (place <= depth) weights[place] = expf(decays[slot]) * w[slot];
+        for (int i = 0; i < 4; ++i) {
+          const float factor = below + i <= depth ? -steps[below + i] : 0.0f;
+          const float4 dots = dots_of(step_row(four, below + i), group);
+          w[0] = fmaf(factor, dots.x, w[0]);
+          w[1] = fmaf(factor, dots.y, w[1]);
+          w[2] = fmaf(factor, dots.z, w[2]);
+          w[3] = fmaf(factor, dots.w, w[3]);
+        }
+      }
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        const bool is_step = base + i <= depth;
+        x[i] = is_step ? w[i] * beta[i] : 0.0f;
+        weight[i] = expf(sum) * w[i];
+        sum += is_step ? log_decay[i] : 0.0f;
+        if (i > 0) w[0] = fmaf(-x[i], own[i].x, w[0]);
+        if (i > 1) w[1] = fmaf(-x[i], own[i].y, w[1]);
+        if (i > 2) w[2] = fmaf(-x[i], own[i].z, w[2]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (base + i > depth) continue;
+        steps[base + i] = x[i];
+        weights[base + i] = weight[i];
+      }
     }
   }
 
@@ -733,17 +773,23 @@ struct Solve {
       float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
       if (row < chunk.count) {
         const uint8_t *path = shared.paths + row * PATH_PITCH;
-        const float *weights = shared.weights + (set * p.row_capacity + row) * PATH_PITCH;
+        const float *weights = shared.weights + (set * p.row_capacity + row) * WEIGHT_PITCH;
         sum = *reinterpret_cast<const float4 *>(results + p.row_capacity * TILE + result_place(row, quad));
         const int depth = shared.depths[row];
-#pragma unroll 4
-        for (int place = 0; place <= depth; ++place) {
-          const float w = weights[place];
-          const float4 rhs = *reinterpret_cast<const float4 *>(results + result_place(path[place], quad));
-          sum.x = fmaf(w, rhs.x, sum.x);
-          sum.y = fmaf(w, rhs.y, sum.y);
-          sum.z = fmaf(w, rhs.z, sum.z);
-          sum.w = fmaf(w, rhs.w, sum.w);
+#pragma unroll 1
+        for (int base = 0; base <= depth; base += 4) {
+          const uint32_t four = *reinterpret_cast<const uint32_t *>(path + base);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const bool is_step = base + i <= depth;
+            const float w = is_step ? weights[base + i] : 0.0f;
+            const int j = is_step ? four >> (8 * i) & 255 : row;
+            const float4 rhs = *reinterpret_cast<const float4 *>(results + result_place(j, quad));
+            sum.x = fmaf(w, rhs.x, sum.x);
+            sum.y = fmaf(w, rhs.y, sum.y);
+            sum.z = fmaf(w, rhs.z, sum.z);
+            sum.w = fmaf(w, rhs.w, sum.w);
+          }
         }
       }
       store_four(p.out, (rows.start + first + row) * p.out.strides[0] + offset, p.out.strides[2],
@@ -762,7 +808,7 @@ __device__ __forceinline__ void solve(const ddt_cuda_gdn_verify &p) {
   static_assert(Block::BLOCKS * ROW_STEP >= MAX_ROWS && 32 * GROUPS >= MAX_ROWS, "");
   const int request = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = p.num_v_heads / p.num_k_heads;
-  const Block block{p, Shared<T>(shared_bytes, p.row_capacity, TILES), request, static_cast<int>(blockIdx.y), group,
+  Block block{p, Shared<T>(shared_bytes, p.row_capacity, TILES), request, static_cast<int>(blockIdx.y), group,
                     warp, lane};
   const Shared<T> &shared = block.shared;
   Chunk chunk{0, 0, 0};
@@ -771,36 +817,44 @@ __device__ __forceinline__ void solve(const ddt_cuda_gdn_verify &p) {
   const int slot = p.state_slots[request];
   if (rows.num_nodes == 0 || slot < 0 || slot >= p.num_slots) return;
 
-  const int set = warp / GROUPS, part = warp % GROUPS;
-  const int index = blockIdx.z * TILES + set;
-  const bool has_tile = index < group * (GDN_HEAD_DIM / TILE);
-  const Tile tile(index, group);
-  float *state = shared.tiles + set * TILE_FLOATS;
   while (true) {
+    // Addresses that do not depend on the chunk would take registers throughout the loop.
+    asm volatile("" : "+r"(block.lane), "+r"(block.warp));
+    const int set = block.warp / GROUPS, part = block.warp % GROUPS;
+    const int index = blockIdx.z * TILES + set;
+    const bool has_tile = index < group * (GDN_HEAD_DIM / TILE);
+    const Tile tile(index, group);
+    float *state = shared.tiles + set * TILE_FLOATS;
     constexpr int STATE_ROWS = TILE / GROUPS;
     if (has_tile) block.template load_state<STATE_ROWS>(state, slot, tile, part * STATE_ROWS);
+    copy_async_commit();
     chunk.count = min(chunk.carried + rows.num_nodes - chunk.first, p.row_capacity);
     block.store_topology(chunk, topology);
     // Only from here on "prepare" must have ended: what is read above are inputs of the call.
     if (chunk.first == 0) wait_for_previous_kernel();
     block.load_heads(chunk, rows.start);
-    typename Block::Values values;
-    if (has_tile) {
-      const int row = part * 32 + lane;
-      if (row < chunk.count) block.load_gates(chunk, rows.start, set, tile.head, row);
-      block.template load_values<ROW_STEP>(chunk, rows.start, tile, part * 8, values);
-    }
+    const int gate_row = part * 32 + lane;
+    if (has_tile && gate_row < chunk.count) block.load_gates(chunk, rows.start, set, tile.head, gate_row);
     copy_async_commit();
+    copy_async_wait<1>();
+    if (has_tile) block.template split_state<STATE_ROWS>(state, part * STATE_ROWS);
     copy_async_wait<0>();
     __syncthreads();
     block.multiply_heads(chunk, TILES);
     typename Block::Sums sums;
-    if (has_tile) block.template multiply_state<ROW_STEP>(chunk, state, part * 8, sums);
+    typename Block::Values values;
+    if (has_tile) {
+      block.template multiply_state<ROW_STEP>(chunk, state, part * 8, sums);
+      // not earlier: there are no registers for them beside the products
+      block.template load_values<ROW_STEP>(chunk, rows.start, tile, part * 8, values);
+    }
     __syncthreads();
     if (has_tile) {
       block.template store_sums<ROW_STEP>(chunk, state, set, part * 8, sums, values);
-#pragma unroll 1
-      for (int row = part * 8; row < chunk.count; row += ROW_STEP) block.substitute(chunk, set, row);
+      // the schedulers of an SM share the warps that have rows
+      const int row = (part + TILES * GROUPS - set) % GROUPS * 32;
+      float *steps = reinterpret_cast<float *>(shared.heads) + set * p.row_capacity * WEIGHT_PITCH;
+      if (row < chunk.count) block.substitute(chunk, set, row + lane, steps);
     }
     __syncthreads();
     if (has_tile) block.store_outputs(chunk, rows, state, set, tile, part * 32 + lane, GROUPS * 32);
@@ -825,7 +879,7 @@ __device__ __forceinline__ void solve_small(const ddt_cuda_gdn_verify &p) {
   using T = __nv_bfloat16;
   constexpr int WARPS = DDT_CUDA_GDN_VERIFY_SMALL_WARPS, ROWS = DDT_CUDA_GDN_VERIFY_SMALL_NODES, ROW_STEP = 8;
   using Block = Solve<T, WARPS, ROWS>;
-  static_assert(Block::BLOCKS * ROW_STEP == ROWS && WARPS * 32 >= TILES * ROWS && WARPS >= TILES * ROWS / 8, "");
+  static_assert(Block::BLOCKS * ROW_STEP == ROWS && WARPS * 32 >= TILES * ROWS && WARPS >= TILES && ROWS <= 32, "");
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   const int request = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = p.num_v_heads / p.num_k_heads;
@@ -850,6 +904,7 @@ __device__ __forceinline__ void solve_small(const ddt_cuda_gdn_verify &p) {
     for (int row = lane / 4; row < TILE; row += 8) prefetch_to_l2(from + (tile.column + row) * view.strides[2]);
   };
   if (index < end) block.template load_state<TILE>(state, slot, Tile(index, group), 0);
+  copy_async_commit();
   prefetch(index + WARPS);
   block.store_topology(chunk, topology);
   wait_for_previous_kernel();
@@ -861,13 +916,15 @@ __device__ __forceinline__ void solve_small(const ddt_cuda_gdn_verify &p) {
   typename Block::Values values;
   if (index < end) block.template load_values<ROW_STEP>(chunk, rows.start, Tile(index, group), 0, values);
   copy_async_commit();
+  copy_async_wait<1>();
+  if (index < end) block.template split_state<TILE>(state, 0);
   copy_async_wait<0>();
   __syncthreads();
   block.multiply_heads(chunk, group);
   typename Block::Sums sums;
   if (index < end) block.template multiply_state<ROW_STEP>(chunk, state, 0, sums);
   __syncthreads();
-  if (warp / 2 < group) block.substitute(chunk, warp / 2, warp % 2 * 8);
+  if (warp < group) block.substitute(chunk, warp, lane, state);
   __syncthreads();
   while (index < end) {
     const Tile tile(index, group);
@@ -884,10 +941,18 @@ __device__ __forceinline__ void solve_small(const ddt_cuda_gdn_verify &p) {
     prefetch(index + WARPS);
     block.template load_values<ROW_STEP>(chunk, rows.start, Tile(index, group), 0, values);
     copy_async_wait<0>();
+    block.template split_state<TILE>(state, 0);
     __syncwarp();
     block.template multiply_state<ROW_STEP>(chunk, state, 0, sums);
   }
 }
+
+// Two blocks with 64 rows, where an SM has shared memory for them.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+constexpr int LARGE_BLOCKS_PER_SM = 2;
+#else
+constexpr int LARGE_BLOCKS_PER_SM = 1;
+#endif
 
 }  // namespace
 }  // namespace ddt
@@ -911,7 +976,7 @@ DDT_PREPARE(ddt_gdn_verify_prepare_bf16_packed, __nv_bfloat16, true)
 
 DDT_SOLVE(ddt_gdn_verify_solve_f32, float, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
 DDT_SOLVE(ddt_gdn_verify_solve_f16, __half, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS, 1)
-DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16, 1)
+DDT_SOLVE(ddt_gdn_verify_solve_bf16, __nv_bfloat16, 4, DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16, ddt::LARGE_BLOCKS_PER_SM)
 
 // Fewer warps, so that more blocks run at once.
 DDT_SOLVE(ddt_gdn_verify_solve_bf16_medium, __nv_bfloat16, 2, DDT_CUDA_GDN_VERIFY_MEDIUM_NODES, 3)

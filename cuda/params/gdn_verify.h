@@ -80,15 +80,15 @@ enum {
   // up to so many nodes a tile has two warps instead of four
   DDT_CUDA_GDN_VERIFY_MEDIUM_NODES = 32,
   // Shared memory of a block of "solve" per row with one part and with two, and the most rows.
-  DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16 = 1150,
-  DDT_CUDA_GDN_VERIFY_ROW_BYTES = 1694,
+  DDT_CUDA_GDN_VERIFY_ROW_BYTES_BF16 = 1165,
+  DDT_CUDA_GDN_VERIFY_ROW_BYTES = 1709,
   DDT_CUDA_GDN_VERIFY_MAX_ROWS_BF16 = 64,
   DDT_CUDA_GDN_VERIFY_MAX_ROWS = 40,
   // per tile
   DDT_CUDA_GDN_VERIFY_TILE_BYTES = 8192,
   // and once: the ancestors that a chunk of nodes starts with
   DDT_CUDA_GDN_VERIFY_EXTRA_BYTES = 32,
-  DDT_CUDA_GDN_VERIFY_SHARED_BYTES = 64 * 1150 + 3 * 8192 + 32,
+  DDT_CUDA_GDN_VERIFY_SHARED_BYTES = 64 * 1165 + 3 * 8192 + 32,
 };
 
 #endif
