@@ -333,11 +333,12 @@ struct Lines {
     bool changed = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float top = max[half];
+      float top = -INFINITY;
 #pragma unroll
       for (int n = 0; n < Tile::TOKENS / 8; n++) top = fmaxf(top, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
       top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
       top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
+      if (top <= max[half] + SLACK) top = max[half];
       // nothing seen yet: any finite number keeps the weights 0
       const float base = top == -INFINITY ? 0.0f : top;
       factor[half] = exp2f(max[half] - base);
@@ -348,7 +349,7 @@ struct Lines {
       for (int n = 0; n < Tile::TOKENS / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          scores[n][half * 2 + i] = exp2f(scores[n][half * 2 + i] - base);
+          scores[n][half * 2 + i] = exp2_approx(scores[n][half * 2 + i] - base);
           sums += scores[n][half * 2 + i];
         }
       }
@@ -460,10 +461,10 @@ __device__ void attend(const Params &p) {
       barrier_init(&empty[stage], warps);
     }
   }
-  __syncthreads();
-
   Pieces pieces(p);
   Piece piece;
+  __syncthreads();
+
   Place place = {0, 0};  // of the tile that this warp reads next
   while (pieces.next(piece)) {
     const int num_items = 2 * (piece.last_tile - piece.first_tile);
@@ -695,11 +696,11 @@ __device__ void combine(const Params &p) {
   // only inputs of the call, which the attend kernel does not write either
   if (threadIdx.x < 32) {
     const Batch batch(p);
-    const auto owns = [&](int r, int64_t, const Work &) { return p.query_start[r] <= row && row < p.query_start[r + 1]; };
+    const auto owns = [&](int r, int64_t, int64_t) { return p.query_start[r] <= row && row < p.query_start[r + 1]; };
     int64_t first_item = 0;
-    const int r = batch.find(owns, first_item);
+    Work work(p, p.tree.num_reqs);
+    batch.find(owns, first_item, work);
     if (threadIdx.x == 0) {
-      const Work work(p, r < 0 ? p.tree.num_reqs : r);
       owner = {work.request, work.row_tiles, work.kv_tiles, first_item, batch.schedule()};
     }
   }

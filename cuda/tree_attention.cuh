@@ -12,9 +12,10 @@
 //
 // Partial results. A CTA walks over its span in *pieces*, one for each unit that it meets. A piece
 // that is a whole unit goes straight to `out`. Any other leaves its unnormalised outputs and their
-// (maximum to the base 2, sum) per line in the workspace, at slot `2 * cta + (piece starts where its unit starts)`:
+// (exponent of 2 that weights are relative to, sum) per line in the workspace, at slot
+// `2 * cta + (piece starts where its unit starts)`:
 // a CTA has at most one piece that starts inside a unit and at most one that ends inside one. A line
-// that saw nothing has maximum -inf, sum 0 and any output. The combine kernel computes the same schedule, finds
+// that saw nothing has exponent -inf, sum 0 and any output. The combine kernel computes the same schedule, finds
 // the pieces of every row with it, and also writes the zeros of idle rows.
 #pragma once
 
@@ -47,23 +48,36 @@ __device__ __forceinline__ Request load_request(const Params &p, int r) {
   return {rows.start, (prefix + rows.num_nodes) * p.group, prefix, root_token, num_tokens};
 }
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// Of numbers that are not negative; unsigned divisions are half as many instructions.
+__device__ __forceinline__ int div(int a, int b) { return static_cast<int>(uint32_t(a) / uint32_t(b)); }
+__device__ __forceinline__ int ceil_div(int a, int b) { return div(a + b - 1, b); }
 
 // The work items of one request.
 struct Work {
   Request request;
-  int row_tiles, kv_tiles, units;
-  int64_t items;
+  int row_tiles, kv_tiles;
 
   // None from the last request on.
-  __device__ Work(const Params &p, int r) : request{}, row_tiles(0), kv_tiles(1), units(0), items(0) {
+  __device__ Work(const Params &p, int r) : request{}, row_tiles(0), kv_tiles(1) {
     if (r >= p.tree.num_reqs) return;
     request = load_request(p, r);
     row_tiles = ceil_div(request.num_lines, p.tile_rows);
-    // at least 1, so that every unit is written even if the block table holds no token of it
-    kv_tiles = max((request.num_tokens + p.tile_tokens - 1) / p.tile_tokens, 1);
-    units = p.num_kv_heads * row_tiles;
-    items = int64_t(units) * kv_tiles;
+    // tile_tokens is a power of two; at least 1, so that every unit is written even if the block table holds no token
+    kv_tiles = max((request.num_tokens + p.tile_tokens - 1) >> (__ffs(p.tile_tokens) - 1), 1);
+  }
+
+  __device__ int units(const Params &p) const { return p.num_kv_heads * row_tiles; }
+  __device__ int64_t items(const Params &p) const { return int64_t(units(p)) * kv_tiles; }
+
+  // What a lane of the warp has.
+  __device__ Work of_lane(int lane) const {
+    const auto get = [&](int x) { return __shfl_sync(FULL_WARP, x, lane); };
+    Work work = *this;
+    work.request = {get(request.first_row), get(request.num_lines), get(request.prefix_rows), get(request.root_token),
+                    get(request.num_tokens)};
+    work.row_tiles = get(row_tiles);
+    work.kv_tiles = get(kv_tiles);
+    return work;
   }
 };
 
@@ -76,45 +90,44 @@ struct Schedule {
     // At least min_tiles items for each, and as many for each unit if that costs few CTAs: then no
     // CTA has to start twice.
     const int enough = p.num_ctas * p.min_tiles;
-    const int ctas = items >= enough ? p.num_ctas : max(static_cast<int>(items) / p.min_tiles, 1);
-    const int even = units == 0 ? 0 : ctas - ctas % units;
+    const int ctas = items >= enough ? p.num_ctas : max(div(static_cast<int>(items), p.min_tiles), 1);
+    const int even = units == 0 ? 0 : div(ctas, units) * units;
     num_ctas = 16 * (ctas - even) <= ctas ? even : ctas;
   }
 
-  // Of CTAs `cta` and the next one.
-  __device__ void begin_end(int cta, int64_t &begin, int64_t &end) const {
-    const int64_t each = num_items / num_ctas;
-    const int more = static_cast<int>(num_items - each * num_ctas);
-    begin = cta * each + cta * more / num_ctas;
-    end = (cta + 1) * each + (cta + 1) * more / num_ctas;
-  }
+  __device__ int64_t begin_of(int cta) const { return cta * num_items / num_ctas; }
   __device__ int cta_of(int64_t item) const { return static_cast<int>(((item + 1) * num_ctas - 1) / num_items); }
 };
 
 // The work of all requests. A warp adds it up: lanes take a request each, 32 at a time; mostly there are no more.
+//
+// A kernel starts with this, when its instructions are as cold as its data. So there is as little code as possible on
+// the way of a batch of one request: loops are not unrolled, and nothing is computed twice.
 class Batch {
  public:
   __device__ explicit Batch(const Params &p)
-      : p_(p), mine_(p, lane()), end_(sum_up_to_lane(mine_.items)), schedule_(add_up()) {}
+      : p_(p), mine_(p, lane()), end_(sum_up_to_lane(mine_.items(p))), schedule_(add_up()) {}
 
   __device__ const Schedule &schedule() const { return schedule_; }
 
-  // The first request that `owns(request, its first item, its work)` says yes to, -1 if none, and its first item.
+  // The first request that `owns(request, its first item, its items)` says yes to, -1 if none; its first item and work.
   template <typename Owns>
-  __device__ int find(Owns owns, int64_t &first_item) const {
+  __device__ int find(Owns owns, int64_t &first_item, Work &work) const {
     Work mine = mine_;
     int64_t end = end_, passed = 0;
+#pragma unroll 1
     for (int base = 0; base < p_.tree.num_reqs; base += 32) {
       if (base > 0) {
         mine = Work(p_, base + lane());
-        end = sum_up_to_lane(mine.items);
+        end = sum_up_to_lane(mine.items(p_));
       }
-      const int64_t first = passed + end - mine.items;
+      const int64_t items = mine.items(p_), first = passed + end - items;
       const bool is_request = base + lane() < p_.tree.num_reqs;
-      const unsigned owners = __ballot_sync(FULL_WARP, is_request && owns(base + lane(), first, mine));
+      const unsigned owners = __ballot_sync(FULL_WARP, is_request && owns(base + lane(), first, items));
       if (owners != 0) {
         const int owner = __ffs(owners) - 1;
         first_item = __shfl_sync(FULL_WARP, first, owner);
+        work = mine.of_lane(owner);
         return base + owner;
       }
       passed += __shfl_sync(FULL_WARP, end, 31);
@@ -125,8 +138,10 @@ class Batch {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  __device__ static int64_t sum_up_to_lane(int64_t x) {
-#pragma unroll
+  __device__ int64_t sum_up_to_lane(int64_t x) const {
+    // lanes without a request have 0, and lane 31 the sum of all
+    if (p_.tree.num_reqs == 1) return __shfl_sync(FULL_WARP, x, 0);
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
       const int64_t before = __shfl_up_sync(FULL_WARP, x, step);
       if (lane() >= step) x += before;
@@ -136,11 +151,12 @@ class Batch {
 
   __device__ Schedule add_up() const {
     int64_t items = end_;
-    int units = mine_.units;
+    int units = mine_.units(p_);
+#pragma unroll 1
     for (int base = 32; base < p_.tree.num_reqs; base += 32) {
       const Work other(p_, base + lane());
-      items += sum_up_to_lane(other.items);
-      units += other.units;
+      items += sum_up_to_lane(other.items(p_));
+      units += other.units(p_);
     }
     return Schedule(p_, __shfl_sync(FULL_WARP, items, 31), __reduce_add_sync(FULL_WARP, units));
   }
@@ -152,7 +168,7 @@ class Batch {
 };
 
 // One piece of a CTA's span: KV tiles [first_tile, last_tile) of a unit.
-struct Piece {
+struct alignas(16) Piece {
   Request request;
   int request_index;
   int kv_head;
@@ -166,31 +182,31 @@ struct Piece {
 // Walks over the pieces of this CTA. Every warp does so for itself, with the same result.
 class Pieces {
  public:
-  __device__ explicit Pieces(const Params &p) : p_(p) {
+  __device__ explicit Pieces(const Params &p) : p_(p), work_(p, p.tree.num_reqs) {
     const Batch batch(p);
     const int cta = blockIdx.x;
     if (cta >= batch.schedule().num_ctas) return;
-    int64_t begin, end, first_item = 0;
-    batch.schedule().begin_end(cta, begin, end);
-    const auto owns = [&](int, int64_t first, const Work &work) { return first + work.items > begin; };
-    request_ = batch.find(owns, first_item);
+    // one division for both
+    const int64_t border = batch.schedule().begin_of(cta + threadIdx.x % 2);
+    const int64_t begin = __shfl_sync(FULL_WARP, border, 0), end = __shfl_sync(FULL_WARP, border, 1);
+    int64_t first_item = 0;
+    request_ = batch.find([&](int, int64_t first, int64_t items) { return first + items > begin; }, first_item, work_);
     item_ = begin - first_item;
     left_ = end - begin;
   }
 
   __device__ bool next(Piece &piece) {
     if (left_ <= 0) return false;
-    // looked up again, since registers are scarce while a piece is worked on
-    Work work(p_, request_);
-    while (item_ >= work.items) {  // true for padding requests, too
-      item_ -= work.items;
-      work = Work(p_, ++request_);
+    // true for padding requests, too
+    for (int64_t items; item_ >= (items = work_.items(p_));) {
+      item_ -= items;
+      work_ = Work(p_, ++request_);
     }
-    const int tiles = work.kv_tiles, unit = static_cast<int>(item_ / tiles);
-    piece.request = work.request;
+    const int tiles = work_.kv_tiles, unit = static_cast<int>(uint64_t(item_) / tiles);
+    piece.request = work_.request;
     piece.request_index = request_;
-    piece.kv_head = unit / work.row_tiles;
-    piece.first_line = (unit - piece.kv_head * work.row_tiles) * p_.tile_rows;
+    piece.kv_head = div(unit, work_.row_tiles);
+    piece.first_line = (unit - piece.kv_head * work_.row_tiles) * p_.tile_rows;
     piece.first_tile = static_cast<int>(item_ - int64_t(unit) * tiles);
     piece.last_tile = static_cast<int>(min(int64_t(tiles), piece.first_tile + left_));
     piece.whole = piece.last_tile - piece.first_tile == tiles;
@@ -205,6 +221,7 @@ class Pieces {
   int64_t left_ = 0;  // items that are still to be done
   int request_ = 0;   // that the next one belongs to
   int64_t item_ = 0;  // its number in that request
+  Work work_;         // of that request
 };
 
 // Where column `column` of a line is in a partial result of `dim` columns: in blocks of 8 lines and 16 columns, in
@@ -221,7 +238,7 @@ struct Line {
   const uint32_t *ancestor_bits;
 
   __device__ Line(const Params &p, const Request &request, int request_index, int line) {
-    const int row = line / p.group;
+    const int row = div(line, p.group);
     node = row - request.prefix_rows;
     limit = request.root_token + min(node + 1, 0);
     ancestor_bits = nullptr;
@@ -282,7 +299,7 @@ struct CachePlace {
 
 // Tokens from num_tokens on are nowhere.
 __device__ __forceinline__ CachePlace find_token(const Params &p, int request, int token, int num_tokens) {
-  const int index = token / p.block_size;
+  const int index = div(token, p.block_size);
   CachePlace place = {-1, token - index * p.block_size};
   if (token < num_tokens) {
     const int32_t *table = static_cast<const int32_t *>(p.block_table.data);
@@ -290,6 +307,16 @@ __device__ __forceinline__ CachePlace find_token(const Params &p, int request, i
     if (block >= 0 && block < p.num_blocks) place.block = block;
   }
   return place;
+}
+
+// The online softmax keeps its base until a score is this much above it: weights are at most 2^8 then, which costs
+// no precision, and outputs are rarely rescaled (after FlashAttention-4).
+constexpr float SLACK = 8.0f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // A product of query and key as a score to the base 2.

@@ -30,6 +30,8 @@ constexpr int CONSUMER_REGISTERS = 224;
 // Named barriers: one per consumer, then one of both.
 constexpr int CONSUMER_BARRIER = 1;
 constexpr int BOTH_BARRIER = CONSUMER_BARRIER + CONSUMERS;
+// All threads: mbarriers are ready.
+constexpr int START_BARRIER = BOTH_BARRIER + 1;
 
 constexpr int TILE = DDT_CUDA_TREE_ATTENTION_SM90_TILE_TOKENS;
 constexpr int KEY_BOXES = TILE / KEY_BOX;
@@ -101,7 +103,16 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
   Piece piece;
   Cursor<2> mail;
   Cursor<S::STAGES> at;
+  named_barrier(START_BARRIER, THREADS);
   while (pieces.next(piece)) {
+    // Of this lane's box, looked up between the copies of the tile before. The tensor maps fill boxes of block -1 with
+    // zeros.
+    const int num_tokens = visible_tokens(p, piece);
+    const auto find = [&](int tile) {
+      return find_token(p, piece.request_index, tile * TILE + token, num_tokens);
+    };
+    CachePlace next = find(piece.first_tile);
+
     mail.wait_empty(shared.pieces_empty);
     if (lane == 0) {
       shared.pieces[mail.stage] = piece;
@@ -109,17 +120,10 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
     }
     mail.next();
 
-    // Of this lane's box, a tile ahead. The tensor maps fill boxes of block -1 with zeros.
-    const int num_tokens = visible_tokens(p, piece);
-    const auto find = [&](int tile) {
-      return find_token(p, piece.request_index, tile * TILE + token, num_tokens);
-    };
-    CachePlace next = find(piece.first_tile);
+#pragma unroll 1
     for (int tile = piece.first_tile; tile < piece.last_tile; tile++) {
       const CachePlace here = next;
       const uint32_t present = __ballot_sync(FULL_WARP, here.block >= 0) & ALL_BOXES;
-      if (tile + 1 < piece.last_tile) next = find(tile + 1);
-
       at.wait_empty(shared.keys_empty);
       uint32_t full = shared_address(shared.keys_full + at.stage);
       if (lane == 0) {
@@ -131,6 +135,7 @@ __device__ __forceinline__ void produce(const ddt_cuda_tree_attention_sm90 &maps
         copy_box(shared_address(shared.keys[at.stage] + place), &maps.key_map, 0, here.offset, 0, piece.kv_head,
                  here.block, full);
       }
+      if (tile + 1 < piece.last_tile) next = find(tile + 1);
       at.wait_empty(shared.values_empty);
       full = shared_address(shared.values_full + at.stage);
       if (lane == 0) barrier_arrive_expect(full, S::TILE_BYTES);
@@ -300,7 +305,7 @@ struct Consumer {
       for (int i = half * 2; i < SCORES; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-      const float new_top = fmaxf(top[half], largest * unit);
+      const float new_top = largest * unit <= top[half] + SLACK ? top[half] : largest * unit;
       // nothing seen yet: any finite number keeps the weights 0
       const float base = new_top == -INFINITY ? 0.0f : new_top;
       factor[half] = exp2f(top[half] - base);
@@ -405,12 +410,6 @@ struct Consumer {
   __device__ __forceinline__ static float unpack(uint32_t bits) {
     if constexpr (IS_BF16<T>) return __uint_as_float(bits << 16);
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-  }
-
-  __device__ __forceinline__ static float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
   }
 
   // Writes to `out` if the lines have seen all that they see, else a partial result.
@@ -535,7 +534,8 @@ template <typename T, int DIM>
 __device__ __forceinline__ void attend(const ddt_cuda_tree_attention_sm90 &p) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   Shared<DIM> &shared = *reinterpret_cast<Shared<DIM> *>(shared_memory);
-  if (threadIdx.x == 0) {
+  // not by the producer, which has the longest way to go
+  if (threadIdx.x == WARPGROUP) {
     for (int i = 0; i < Shared<DIM>::STAGES; i++) {
       barrier_init(shared_address(shared.keys_full + i), 1);
       barrier_init(shared_address(shared.keys_empty + i), CONSUMER_WARPS);
@@ -550,17 +550,19 @@ __device__ __forceinline__ void attend(const ddt_cuda_tree_attention_sm90 &p) {
     prefetch_tensor_map(&p.key_map);
     prefetch_tensor_map(&p.value_map);
   }
-  __syncthreads();
+  __syncwarp();
   if (threadIdx.x < WARPGROUP) {
     lower_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32) {
       produce<DIM>(p, shared);
     } else {
+      named_barrier_arrive(START_BARRIER, THREADS);
       prefetch<DIM>(p.attention);
     }
     let_next_kernel_start();
   } else {
     raise_registers<CONSUMER_REGISTERS>();
+    named_barrier(START_BARRIER, THREADS);
     Consumer<T, DIM>(p.attention, shared).run();
   }
 }

@@ -50,7 +50,8 @@ struct ddt_cuda_tree_attention {
   // num_nodes, ancestor_bits
   struct ddt_cuda_tree tree;
 
-  // Workspace, see tree_attention.cuh: [C][2][tile_rows][2] maximum (base 2) and sum of each line of a partial result
+  // Workspace, see tree_attention.cuh: [C][2][tile_rows][2] of each line of a partial result, the base of its
+  // weights (exponent of 2) and their sum
   float *partial_stats;
   // [C][2][tile_rows * Dh], lines and columns as in partial_offset
   float *partial_out;

@@ -251,6 +251,14 @@ def test_softcap(device, rng, dim):
     run_both(case)
 
 
+@pytest.mark.parametrize("scale", [0.25, 2.0])
+def test_maxima_that_grow(device, rng, scale):
+    # by less than what makes the kernels rescale, and by more
+    case = make_case(rng, [(900, 12), (70, 3)])
+    case.scale = scale
+    run_both(case)
+
+
 GENERIC = {
     "f32": dict(dtype=F32),
     "f32 cache": dict(dtype=BF16, cache_dtype=F32),
