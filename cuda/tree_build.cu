@@ -226,8 +226,7 @@ struct Lists {
 
 struct SearchShared {
   Topology topology;
-  // of each node: path cost, and column in the lattice
-  uint32_t cost[MAX_NODES];
+  // column of each node in the lattice
   uint16_t column[MAX_NODES];
   int num_nodes;
   uint32_t flags;
@@ -248,18 +247,9 @@ __device__ __forceinline__ uint32_t kept(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
-template <typename T>
-__device__ __forceinline__ T load_shared(uint32_t address);
-template <>
 __device__ __forceinline__ uint64_t load_shared(uint32_t address) {
   uint64_t x;
-  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
-  return x;
-}
-template <>
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  asm volatile("ld.volatile.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
   return x;
 }
 
@@ -275,41 +265,33 @@ __device__ __forceinline__ bool is_stop(const ddt_cuda_tree_build &p, int r, int
   return found;
 }
 
-// Best-first search by one warp. Every node has one entry, its best child that is not in the tree;
-// lane l keeps those of nodes l, l + 32, ... in registers. What a step reads follows from the
-// winning entry alone, so that all its loads are in flight at once, and no lane takes a branch alone.
+// Best-first search by one warp. Every node has one entry, its best child that is not in the tree.
+// The smallest entries are kept sorted, SLOTS in each lane's registers: of B nodes the t-th leaves at
+// most t entries and B - t to find, so (B + 1) / 2 are enough. Each step takes the first away and
+// merges two, its next sibling and its first child. What comes next is the least of those and of the
+// second, which is known before they are; so only loads and two minima are between two steps.
 template <int SLOTS, bool IN_SHARED>
 __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, const Request &request,
                                        const Lists &lists, const ddt_cuda_child_list *infos, SearchShared &shared) {
   const int lane = threadIdx.x;
   Topology &tree = shared.topology;
-  const uint32_t base = IN_SHARED ? kept(shared_address(lists.keys)) : 0, costs = kept(shared_address(shared.cost));
-  const auto key_at = [&](int at) { return IN_SHARED ? load_shared<uint64_t>(base + at * 8) : lists.keys[at]; };
+  const uint32_t base = IN_SHARED ? kept(shared_address(lists.keys)) : 0;
+  const auto key_at = [&](int at) { return IN_SHARED ? load_shared(base + at * 8) : lists.keys[at]; };
   const int end = lists.end(request.depth_limit);
   uint32_t flags = 0;
   for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
+  uint64_t first = NO_ENTRY;
+  if (request.depth_limit > 0) {
+    first = entry_of(0, key_at(0), 0);
+    if (first == NO_ENTRY) flags |= FLAG_NO_CANDIDATES;
+  }
+  // in ascending order: those of lane 0, of lane 1, ...
   uint64_t entries[SLOTS];
 #pragma unroll
-  for (int k = 0; k < SLOTS; ++k) entries[k] = NO_ENTRY;
-  if (lane == 0) {
-    tree.parent[0] = -1;
-    tree.depth[0] = 0;
-    tree.token[0] = p.root_tokens[r];
-    shared.cost[0] = 0;
-    shared.column[0] = 0;
-    if (request.depth_limit > 0) entries[0] = entry_of(0, key_at(0), 0);
-    if (request.depth_limit > 0 && entries[0] == NO_ENTRY) flags |= FLAG_NO_CANDIDATES;
-  }
-  __syncwarp();
+  for (int k = 0; k < SLOTS; ++k) entries[k] = lane == 0 && k == 0 ? first : NO_ENTRY;
   int num_nodes = 1;
-  for (; num_nodes <= request.budget; ++num_nodes) {
-    uint64_t best = entries[0];
-#pragma unroll
-    for (int k = 1; k < SLOTS; ++k) best = min(best, entries[k]);
-    const uint32_t high = static_cast<uint32_t>(best >> 32), low = static_cast<uint32_t>(best);
-    const uint32_t cost = __reduce_min_sync(FULL_WARP, high);
-    if (cost == UINT32_MAX) break;
-    const uint32_t place = __reduce_min_sync(FULL_WARP, high == cost ? low : UINT32_MAX);
+  for (; num_nodes <= request.budget && first != NO_ENTRY; ++num_nodes) {
+    const uint32_t cost = static_cast<uint32_t>(first >> 32), place = static_cast<uint32_t>(first);
     const int parent = static_cast<int>(place >> 24), sibling = static_cast<int>(place >> 16 & 255);
     const int depth = static_cast<int>(place & 255);
     const bool has_pairs = lists.per_row > 1;
@@ -320,7 +302,11 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
     const int child_list = !opens ? 0 : has_pairs ? lists.of(depth + 1, column) : depth + 1;
     // all loads before anything that waits for one
     const uint64_t key = key_at(at), next = key_at(at + 1), child = key_at(child_list * lists.pitch);
-    const uint32_t parent_cost = IN_SHARED ? load_shared<uint32_t>(costs + parent * 4) : shared.cost[parent];
+    const uint64_t second = __shfl_sync(FULL_WARP, entries[SLOTS > 1 ? 1 : 0], SLOTS > 1 ? 0 : 1);
+    uint64_t before = __shfl_up_sync(FULL_WARP, entries[SLOTS - 1], 1);
+    uint64_t after = __shfl_down_sync(FULL_WARP, entries[0], 1);
+    if (lane == 0) before = 0;
+    if (lane == 31) after = NO_ENTRY;
     const int token = key_token(key) & ~STOP_BIT;
     if (IN_SHARED) {
       opens = opens && !(static_cast<uint32_t>(key) & STOP_BIT);
@@ -328,20 +314,26 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
       opens = !is_stop(p, r, depth + 1, token);
     }
     if (next == end_of_list(true)) flags |= FLAG_CANDIDATES_EXHAUSTED;
+    // the parent's cost may be taken from the child's: where that was cut off, the sibling's is too
+    const uint32_t parent_cost = cost - static_cast<uint32_t>(key >> 32);
     const uint64_t next_entry = entry_of(parent_cost, next, place + (1 << 16));
-    const uint64_t child_entry = opens ? entry_of(cost, child, num_nodes << 24 | (depth + 1)) : NO_ENTRY;
+    const uint64_t never = opens ? 0 : NO_KEY;
+    const uint64_t child_entry = entry_of(cost, child | never, num_nodes << 24 | (depth + 1));
+    first = min(second, min(next_entry, child_entry));
+    // One entry into a list that loses its first, which is less than all: each place gets the
+    // middle one of what it had, what comes after, and the new one. The other entry without loss.
+    before = max(before, min(next_entry, entries[0]));
 #pragma unroll
     for (int k = 0; k < SLOTS; ++k) {
-      if (parent == lane + 32 * k) entries[k] = next_entry;
-      if (num_nodes == lane + 32 * k) entries[k] = child_entry;
+      const uint64_t one_in = max(entries[k], min(next_entry, k + 1 < SLOTS ? entries[(k + 1) % SLOTS] : after));
+      entries[k] = max(before, min(child_entry, one_in));
+      before = one_in;
     }
-    if (lane == 0) {
-      tree.parent[num_nodes] = parent;
-      tree.depth[num_nodes] = depth + 1;
-      tree.token[num_nodes] = token;
-      shared.cost[num_nodes] = cost;
-      if (has_pairs) shared.column[num_nodes] = column;
-    }
+    // all lanes write the same, which spares a branch
+    tree.parent[num_nodes] = parent;
+    tree.depth[num_nodes] = depth + 1;
+    tree.token[num_nodes] = token;
+    if (has_pairs) shared.column[num_nodes] = column;
     __syncwarp();
   }
   flags = __reduce_or_sync(FULL_WARP, flags);
@@ -357,6 +349,9 @@ template <bool ALWAYS_SHARED>
 __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const Request &request,
                                       SearchShared &shared, uint64_t *dynamic) {
   __shared__ ddt_cuda_child_list infos[DDT_CUDA_MAX_DEPTH];
+  // early, as they may come from far
+  const int root_token = p.root_tokens[r];
+  const int64_t root_position = p.root_positions[r];
   if (request.budget >= 0) {
     const int lists_per_row = ALWAYS_SHARED ? 1 : p.lists_per_row;
     const int num_lists = p.num_rows == 0 ? 0 : 1 + (p.num_rows - 1) * lists_per_row;
@@ -391,14 +386,20 @@ __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const
       if (lists.columns) lists.columns = columns;
     }
     if (threadIdx.x < MAX_NODES) shared.topology.rank[threadIdx.x] = threadIdx.x;
+    if (threadIdx.x == 0) {
+      shared.topology.parent[0] = -1;
+      shared.topology.depth[0] = 0;
+      shared.topology.token[0] = root_token;
+      shared.column[0] = 0;
+    }
     __syncthreads();
     if (threadIdx.x < 32) {
       if (!ALWAYS_SHARED && !p.lists_in_shared) {
-        search<MAX_NODES / 32, false>(p, r, request, lists, all, shared);
+        search<MAX_NODES / 64, false>(p, r, request, lists, all, shared);
       } else if (request.budget < 64) {
-        search<2, true>(p, r, request, lists, all, shared);
+        search<1, true>(p, r, request, lists, all, shared);
       } else {
-        search<MAX_NODES / 32, true>(p, r, request, lists, all, shared);
+        search<MAX_NODES / 64, true>(p, r, request, lists, all, shared);
       }
     }
   } else if (threadIdx.x == 0) {
@@ -407,7 +408,7 @@ __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const
   }
   __syncthreads();
   const auto pop_rank = [](int node) { return node; };
-  write_tree(p.tree, r, shared.num_nodes, shared.topology, p.root_positions[r], shared.flags, pop_rank, nullptr);
+  write_tree(p.tree, r, shared.num_nodes, shared.topology, root_position, shared.flags, pop_rank, nullptr);
 }
 
 // ---- from logits: the child list of each depth
