@@ -372,14 +372,18 @@ __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const
       const int used = lists.end(request.depth_limit), used_pitch = min(p.list_capacity, request.max_children) + 1;
       uint16_t *columns = reinterpret_cast<uint16_t *>(dynamic + num_lists * pitch);
       for (int list = threadIdx.x / 32; list < used; list += blockDim.x / 32) {
-        const int depth = list == 0 ? 1 : 2 + (list - 1) / lists_per_row;
 #pragma unroll 4
         for (int i = threadIdx.x % 32; i < used_pitch; i += 32) {
           const int at = list * pitch + i;
-          uint64_t key = __ldcg(lists.keys + at);
-          if (p.max_stop_tokens > 0 && is_stop(p, r, depth, key_token(key))) key |= STOP_BIT;
-          dynamic[at] = key;
+          dynamic[at] = __ldcg(lists.keys + at);
           if (lists.columns) columns[at] = __ldcg(lists.columns + at);
+        }
+        if (p.max_stop_tokens == 0) continue;
+        const int depth = list == 0 ? 1 : 2 + (list - 1) / lists_per_row;
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < used_pitch; i += 32) {
+          const int at = list * pitch + i;
+          if (is_stop(p, r, depth, key_token(dynamic[at]))) dynamic[at] |= STOP_BIT;
         }
       }
       lists.keys = dynamic;
