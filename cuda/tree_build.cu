@@ -461,31 +461,46 @@ __device__ __forceinline__ int count_selectors(bool which) {
   return count;
 }
 
-// Keeps the best `count` of the `size` distinct keys of the buffer, sorted; by the selectors.
+// Keeps the best `count` of the `size` distinct keys of the buffer, sorted; by the selectors. Each
+// warp sorts 32 keys; a key's rank is the sum of its places in all such runs.
 __device__ __forceinline__ void keep_best(uint64_t *buffer, int size, int count) {
   constexpr int KEYS = BUFFER / SELECT_THREADS;
-  // as many threads a key as there are, so that each compares few
-  int parts = 1;
-  while (parts < 32 && 2 * parts * size <= SELECT_THREADS) parts *= 2;
-  const int part = threadIdx.x % parts, first = threadIdx.x / parts, step = SELECT_THREADS / parts;
   uint64_t keys[KEYS];
   int ranks[KEYS];
 #pragma unroll
   for (int k = 0; k < KEYS; ++k) {
-    const int i = first + k * step;
-    keys[k] = i < size ? buffer[i] : NO_KEY;
-    int rank = 0;
+    const int i = k * SELECT_THREADS + threadIdx.x, first = i & ~31;
+    keys[k] = NO_KEY;
+    if (first >= size) continue;
     if (i < size) {
-#pragma unroll 8
-      for (int j = part; j < size; j += parts) rank += buffer[j] < keys[k];
+      keys[k] = buffer[i];
+    } else {
+      buffer[i] = NO_KEY;
     }
-    ranks[k] = rank;
+    __syncwarp();
+    int rank = 0;
+#pragma unroll 8
+    for (int j = first; j < first + 32; ++j) rank += buffer[j] < keys[k];
+    __syncwarp();
+    if (i < size) buffer[first + rank] = keys[k];
   }
-  for (int other = 1; other < parts; other *= 2) ranks[0] += __shfl_xor_sync(FULL_WARP, ranks[0], other);
   sync_selectors();
 #pragma unroll
   for (int k = 0; k < KEYS; ++k) {
-    if (keys[k] != NO_KEY && ranks[k] < count && part == 0) buffer[ranks[k]] = keys[k];
+    ranks[k] = 0;
+    if (keys[k] == NO_KEY) continue;
+#pragma unroll 4
+    for (int first = 0; first < size; first += 32) {
+      int place = first;
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) place += buffer[place + step - 1] < keys[k] ? step : 0;
+      ranks[k] += place - first + (buffer[place] < keys[k]);
+    }
+  }
+  sync_selectors();
+#pragma unroll
+  for (int k = 0; k < KEYS; ++k) {
+    if (keys[k] != NO_KEY && ranks[k] < count) buffer[ranks[k]] = keys[k];
   }
   sync_selectors();
 }
