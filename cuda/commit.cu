@@ -237,17 +237,8 @@ __device__ __forceinline__ void step(StateTile &tile, const float *key, const fl
 
 // ---- what a block replays
 
-// A value head of a layer and request. slot: that of its state, -1 = none.
-struct Head {
-  int layer;
-  int slot;
-  int v_head;
-};
-
 struct Path {
   Target target;
-  // the first head that the block replays, and what it replays after this path
-  Head first, next;
   int rows[MAX_TOKENS];
   // channel 0 of the inputs of the window and of the tokens, if rows are aligned
   const uint16_t *inputs[WINDOW + MAX_TOKENS];
@@ -353,151 +344,106 @@ __device__ __forceinline__ void replay_half(StateTile &tile, const Channels &cha
                                             int head, int half) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_tokens = path.target.num_tokens, snapshot_tokens = path.target.snapshot_tokens;
-  // moved on from token to token, so that addresses are not computed again
-  const float *key = channels.convolved;
-  const float *v = key + HEAD_DIM + head * HEAD_DIM + half * (HEAD_DIM / 2) + warp * WARP_ROWS + lane / ROW_LANES;
-  const Gates *gates = path.gates[head];
+  const float *const key = channels.convolved;
+  const float *const v =
+      key + HEAD_DIM + head * HEAD_DIM + half * (HEAD_DIM / 2) + warp * WARP_ROWS + lane / ROW_LANES;
   float decay = 1.0f;
 #pragma unroll 1
   for (int token = 0; token < num_tokens; token++) {
-    step(tile, key, v, *gates);
-    decay = gates->decay;
+    const Gates gates = path.gates[head][token];
+    step(tile, key + token * channels.count(), v + token * channels.count(), gates);
+    decay = gates.decay;
     if (token + 1 == snapshot_tokens) snapshot.store(tile, decay, head, half);
-    key += channels.count(), v += channels.count(), gates++;
   }
   state.store(tile, decay, head, half);
 }
 
-// The heads that a block replays together: block_heads value heads of one key head.
-struct Item {
-  int layer;
-  int r;
-  int first_head;
-
-  __device__ __forceinline__ Item(const ddt_cuda_commit &p, uint32_t item) {
-    const uint32_t layer_items = p.tree.num_reqs * p.request_items;
-    layer = item / layer_items;
-    const uint32_t rest = item - layer * layer_items;
-    r = rest / p.request_items;
-    first_head = (rest - r * p.request_items) * p.gdn_layers[layer].block_heads;
-  }
-};
-
-__device__ __forceinline__ uint32_t num_items(const ddt_cuda_commit &p) {
-  return p.num_gdn_layers * p.tree.num_reqs * p.request_items;
-}
-
-__device__ __forceinline__ Head first_head(const ddt_cuda_commit &p, uint32_t number) {
-  if (number >= num_items(p)) return {0, -1, 0};
-  const Item item(p, number);
-  const ddt_cuda_commit_gdn &layer = p.gdn_layers[item.layer];
-  const int slot = layer.state_slots[item.r];
-  const bool exists = item.first_head < layer.num_v_heads && slot >= 0 && slot < layer.num_slots;
-  return {item.layer, exists ? slot : -1, item.first_head};
-}
-
-template <bool ALIGNED>
-__device__ __forceinline__ void load_half(const ddt_cuda_commit &p, const Head &head, StateTile &tile, int half) {
-  if (head.slot >= 0) StateRows<ALIGNED>(p.gdn_layers[head.layer], head.slot, head.v_head).load(tile, 0, half);
-}
-
-// A block takes every gridDim.x-th item. Half of a head is on its way to registers while the other half is
-// replayed, and the first one of an item while keys, values and gates of its path are computed.
+// One block replays block_heads value heads of one key head: grid (requests * groups of heads, layers).
+// Half of a head is on its way to registers while the other half is replayed, and the first one while keys,
+// values and gates of the path are computed.
 template <bool ALIGNED>
 __device__ __forceinline__ void replay(const ddt_cuda_commit &p) {
   extern __shared__ float4 dynamic_shared[];
   __shared__ Path path;
 
   let_next_kernel_start();
+  const ddt_cuda_commit_gdn &layer = p.gdn_layers[blockIdx.y];
+  const int blocks_per_request = gridDim.x / p.tree.num_reqs;
+  const int r = blockIdx.x / blocks_per_request;
+  const int num_heads = layer.block_heads;
+  const int first_head = blockIdx.x % blocks_per_request * num_heads;
+  if (first_head >= layer.num_v_heads) return;
+
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  // every warp reads the slot, so that the state need not wait for the rest
+  const int slot = layer.state_slots[r];
+  if (slot < 0 || slot >= layer.num_slots) return;
+  if (warp == 0) {
+    const int num_tokens = accepted_path(p, r, min(num_rows(p), layer.stash_rows), path.rows);
+    if (lane == 0) path.target = state_target(p, layer, r, num_tokens);
+    __syncwarp();
+    const ddt_cuda_view &window = layer.conv_state, &stash = layer.stash_qkv;
+    if (lane < WINDOW) {
+      path.inputs[lane] =
+          static_cast<const uint16_t *>(window.data) + slot * window.strides[0] + lane * window.strides[2];
+    }
+    for (int token = lane; token < num_tokens; token += 32) {
+      path.inputs[WINDOW + token] =
+          static_cast<const uint16_t *>(stash.data) + path.rows[token] * stash.strides[0];
+    }
+  }
   StateTile tile, next_tile;
   {
-    // every warp reads the slot, so that the state need not wait for the rest
-    const Head first = first_head(p, blockIdx.x);
-    load_half<ALIGNED>(p, first, tile, 0);
-    load_half<ALIGNED>(p, first, next_tile, 1);
+    const StateRows<ALIGNED> state(layer, slot, first_head);
+    state.load(tile, 0, 0);
+    state.load(next_tile, 0, 1);
   }
+  __syncthreads();
+  const int num_tokens = path.target.num_tokens;
+  if (num_tokens == 0) return;
+
+  // one thread per token and head; asynchronous, because registers are scarce during the convolution
+  const int gate_token = thread / num_heads, gate_head = thread - gate_token * num_heads;
+  if (gate_token < num_tokens) {
+    const ddt_cuda_view &gates = layer.stash_gates;
+    const float *const log_decay = static_cast<const float *>(gates.data) + path.rows[gate_token] * gates.strides[0] +
+                                   (first_head + gate_head) * gates.strides[2];
+    copy_async_4(&path.gates[gate_head][gate_token].decay, log_decay);
+    copy_async_4(&path.gates[gate_head][gate_token].beta_by_decay, log_decay + gates.strides[1]);
+  }
+  copy_async_commit();
+  const int k_head = first_head / (layer.num_v_heads / layer.num_k_heads);
+  const Channels channels = {num_heads, (layer.num_k_heads + k_head) * HEAD_DIM,
+                             (2 * layer.num_k_heads + first_head) * HEAD_DIM,
+                             reinterpret_cast<float *>(dynamic_shared)};
+  if (!layer.has_aligned_rows) {
+    convolve(layer, channels, path, num_tokens);
+  } else if (layer.stash_qkv.dtype == DDT_CUDA_BF16) {
+    convolve_quads<__nv_bfloat16>(layer, channels, path, num_tokens);
+  } else {
+    convolve_quads<__half>(layer, channels, path, num_tokens);
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+
+  for (int token = warp; token < num_tokens; token += REPLAY_WARPS) {
+    float4 &k = reinterpret_cast<float4 *>(channels.of(token))[lane];
+    const float norm2 = warp_sum(k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w);
+    k = scaled(k, inverse_norm(norm2, p.norm_eps));
+  }
+  if (warp == REPLAY_WARPS - 1 && lane < num_heads) accumulate_decays(path.gates[lane], num_tokens);
+  __syncthreads();
+
+  // the slot is read again, so that no pointer needs registers during the convolution
+  const StateRows<ALIGNED> state(layer, path.target.slot, first_head);
+  const StateRows<ALIGNED> snapshot(layer, path.target.snapshot_slot, first_head);
 #pragma unroll 1
-  for (uint32_t number = blockIdx.x; number < num_items(p); number += gridDim.x) {
-    const Item item(p, number);
-    const ddt_cuda_commit_gdn &layer = p.gdn_layers[item.layer];
-    // all warps are done with the path of the item before
-    __syncthreads();
-    if (warp == 0) {
-      int num_tokens = accepted_path(p, item.r, min(num_rows(p), layer.stash_rows), path.rows);
-      if (item.first_head >= layer.num_v_heads) num_tokens = 0;
-      const Target target = state_target(p, layer, item.r, num_tokens);
-      const Head next = first_head(p, number + gridDim.x);
-      if (lane == 0) {
-        path.target = target;
-        path.first = {item.layer, target.slot, item.first_head};
-        path.next = next;
-      }
-      __syncwarp();
-      const ddt_cuda_view &window = layer.conv_state, &stash = layer.stash_qkv;
-      if (lane < WINDOW) {
-        path.inputs[lane] =
-            static_cast<const uint16_t *>(window.data) + target.slot * window.strides[0] + lane * window.strides[2];
-      }
-      for (int token = lane; token < num_tokens; token += 32) {
-        path.inputs[WINDOW + token] =
-            static_cast<const uint16_t *>(stash.data) + path.rows[token] * stash.strides[0];
-      }
-    }
-    __syncthreads();
-    const int num_tokens = path.target.num_tokens;
-    if (num_tokens == 0) {
-      load_half<ALIGNED>(p, path.next, tile, 0);
-      load_half<ALIGNED>(p, path.next, next_tile, 1);
-      continue;
-    }
-
-    // one thread per token and head; asynchronous, because registers are scarce during the convolution
-    const int num_heads = layer.block_heads;
-    const int gate_token = thread / num_heads, gate_head = thread - gate_token * num_heads;
-    if (gate_token < num_tokens) {
-      const ddt_cuda_view &gates = layer.stash_gates;
-      const float *const log_decay = static_cast<const float *>(gates.data) +
-                                     path.rows[gate_token] * gates.strides[0] +
-                                     (item.first_head + gate_head) * gates.strides[2];
-      copy_async_4(&path.gates[gate_head][gate_token].decay, log_decay);
-      copy_async_4(&path.gates[gate_head][gate_token].beta_by_decay, log_decay + gates.strides[1]);
-    }
-    copy_async_commit();
-    const int k_head = item.first_head / (layer.num_v_heads / layer.num_k_heads);
-    const Channels channels = {num_heads, (layer.num_k_heads + k_head) * HEAD_DIM,
-                               (2 * layer.num_k_heads + item.first_head) * HEAD_DIM,
-                               reinterpret_cast<float *>(dynamic_shared)};
-    if (!layer.has_aligned_rows) {
-      convolve(layer, channels, path, num_tokens);
-    } else if (layer.stash_qkv.dtype == DDT_CUDA_BF16) {
-      convolve_quads<__nv_bfloat16>(layer, channels, path, num_tokens);
-    } else {
-      convolve_quads<__half>(layer, channels, path, num_tokens);
-    }
-    copy_async_wait<0>();
-    __syncthreads();
-
-    for (int token = warp; token < num_tokens; token += REPLAY_WARPS) {
-      float4 &k = reinterpret_cast<float4 *>(channels.of(token))[lane];
-      const float norm2 = warp_sum(k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w);
-      k = scaled(k, inverse_norm(norm2, p.norm_eps));
-    }
-    if (warp == REPLAY_WARPS - 1 && lane < num_heads) accumulate_decays(path.gates[lane], num_tokens);
-    __syncthreads();
-
-    // read again, so that none of this needs registers during the convolution
-    const Head first = path.first;
-    const StateRows<ALIGNED> state(p.gdn_layers[first.layer], first.slot, first.v_head);
-    const StateRows<ALIGNED> snapshot(p.gdn_layers[first.layer], path.target.snapshot_slot, first.v_head);
-#pragma unroll 1
-    for (int head = 0; head < num_heads; head++) {
-      const Head next = head + 1 < num_heads ? Head{first.layer, first.slot, first.v_head + head + 1} : path.next;
-      replay_half(tile, channels, path, state, snapshot, head, 0);
-      load_half<ALIGNED>(p, next, tile, 0);
-      replay_half(next_tile, channels, path, state, snapshot, head, 1);
-      load_half<ALIGNED>(p, next, next_tile, 1);
-    }
+  for (int head = 0; head < num_heads; head++) {
+    const bool has_next = head + 1 < num_heads;
+    replay_half(tile, channels, path, state, snapshot, head, 0);
+    if (has_next) state.load(tile, head + 1, 0);
+    replay_half(next_tile, channels, path, state, snapshot, head, 1);
+    if (has_next) state.load(next_tile, head + 1, 1);
   }
 }
 

@@ -88,8 +88,7 @@ struct ddt_cuda_commit {
   float norm_eps;
   int32_t num_gdn_layers;
   int32_t num_kv_layers;
-  // groups of block_heads heads that a layer has of one request, at most
-  uint32_t request_items;
+  uint32_t reserved;
   struct ddt_cuda_commit_gdn gdn_layers[DDT_CUDA_COMMIT_MAX_GDN_LAYERS];
   struct ddt_cuda_commit_kv kv_layers[DDT_CUDA_COMMIT_MAX_KV_LAYERS];
 };

@@ -103,8 +103,8 @@ struct Shape {
     max_tokens: usize,
     /// Blocks of the replay that the device runs at the same time.
     replay_slots: usize,
-    /// Groups of value heads that a layer has of one request.
-    max_request_items: usize,
+    /// Blocks that a layer needs to replay one request.
+    max_replay_blocks: usize,
     max_block_heads: usize,
     max_channels: usize,
     /// Rows of all states are contiguous and fit for 16-byte accesses.
@@ -128,7 +128,7 @@ impl Shape {
             num_kv_layers: kv_layers.len(),
             max_tokens: kernel_params.tree.max_depth as usize + 1,
             replay_slots: device.sm_count() as usize * DDT_CUDA_COMMIT_REPLAY_BLOCKS_PER_SM as usize,
-            max_request_items: 0,
+            max_replay_blocks: 0,
             max_block_heads: 0,
             max_channels: 0,
             is_aligned: true,
@@ -145,12 +145,11 @@ impl Shape {
         }
         kernel_params.num_gdn_layers = gdn_layers.len() as i32;
         kernel_params.num_kv_layers = kv_layers.len() as i32;
-        for count in [shape.replay_items(), shape.shift_blocks()] {
-            if i32::try_from(count).is_err() {
+        for blocks in [shape.replay_blocks(), shape.shift_blocks()] {
+            if i32::try_from(blocks).is_err() {
                 bail!(InvalidShape, "tree.num_reqs: got {num_reqs}, want fewer");
             }
         }
-        kernel_params.request_items = shape.max_request_items as u32;
         Ok(shape)
     }
 
@@ -193,16 +192,15 @@ impl Shape {
         if !out.snapshot_slots.is_null() && snapshot_tokens.is_null() {
             bail!(NullPointer, "snapshot_tokens: got NULL, want a pointer because snapshot_slots is given");
         }
-        self.max_request_items = self.max_request_items.max(heads.num_v / block_heads);
+        self.max_replay_blocks = self.max_replay_blocks.max(heads.num_v / block_heads);
         self.max_block_heads = self.max_block_heads.max(block_heads);
         self.max_channels = self.max_channels.max(heads.channels());
         self.is_aligned &= unit_bytes(&ssm_state) == 16;
         Ok(())
     }
 
-    /// What the blocks of the replay share out among themselves.
-    fn replay_items(&self) -> usize {
-        self.num_gdn_layers * self.num_reqs * self.max_request_items
+    fn replay_blocks(&self) -> usize {
+        self.num_reqs * self.max_replay_blocks
     }
 
     fn shift_blocks(&self) -> usize {
@@ -222,7 +220,7 @@ impl Shape {
     ) -> Result<()> {
         let kernels = &device.kernels().commit;
         let replay = Launch {
-            grid: [self.replay_items().min(self.replay_slots) as u32, 1, 1],
+            grid: [self.replay_blocks() as u32, self.num_gdn_layers as u32, 1],
             block: DDT_CUDA_COMMIT_REPLAY_THREADS,
             // a key and the values of each token, in f32
             shared_bytes: (self.max_tokens * (1 + self.max_block_heads) * GDN_HEAD_DIM * 4) as u32,

@@ -286,7 +286,7 @@ pub struct ddt_cuda_commit {
     pub norm_eps: f32,
     pub num_gdn_layers: i32,
     pub num_kv_layers: i32,
-    pub request_items: u32,
+    pub reserved: u32,
     pub gdn_layers: [ddt_cuda_commit_gdn; 64usize],
     pub kv_layers: [ddt_cuda_commit_kv; 64usize],
 }
@@ -319,8 +319,8 @@ const _: () = {
         "Offset of field: ddt_cuda_commit::num_kv_layers",
     ][::std::mem::offset_of!(ddt_cuda_commit, num_kv_layers) - 152usize];
     [
-        "Offset of field: ddt_cuda_commit::request_items",
-    ][::std::mem::offset_of!(ddt_cuda_commit, request_items) - 156usize];
+        "Offset of field: ddt_cuda_commit::reserved",
+    ][::std::mem::offset_of!(ddt_cuda_commit, reserved) - 156usize];
     [
         "Offset of field: ddt_cuda_commit::gdn_layers",
     ][::std::mem::offset_of!(ddt_cuda_commit, gdn_layers) - 160usize];
