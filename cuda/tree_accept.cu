@@ -340,25 +340,13 @@ extern "C" __global__ void __launch_bounds__(ddt::WALK_THREADS)
     }
   } else {
     constexpr int LANES = 4;  // of each node
-    constexpr int BATCH = 4;  // loads of a lane that are under way at the same time
     const int lane = thread % LANES;
     // whole warps take part in the shuffles
-#pragma unroll 1
     for (int node = thread / LANES; node - node % (32 / LANES) < num_nodes; node += WALK_THREADS / LANES) {
       uint64_t best = 0;
       if (node < num_nodes) {
         const uint64_t *partials = p.partials + static_cast<int64_t>(rows.start + node) * p.num_splits;
-#pragma unroll 1
-        for (int first = lane; first < p.num_splits; first += BATCH * LANES) {
-          uint64_t parts[BATCH];
-#pragma unroll
-          for (int i = 0; i < BATCH; i++) {
-            const int split = first + i * LANES;
-            parts[i] = split < p.num_splits ? __ldcg(partials + split) : 0;
-          }
-#pragma unroll
-          for (int i = 0; i < BATCH; i++) best = better(best, parts[i]);
-        }
+        for (int split = lane; split < p.num_splits; split += LANES) best = better(best, partials[split]);
       }
       best = best_of_lanes<LANES>(best);
       if (lane == 0 && node < num_nodes) {
