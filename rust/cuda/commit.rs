@@ -169,12 +169,12 @@ impl Shape {
         let all_heads = self.num_reqs * self.num_gdn_layers * heads.num_v;
         let block_heads = block_heads(heads.num_v / heads.num_k, all_heads / self.replay_slots);
         *out = ddt_cuda_commit_gdn {
-            conv_weight: View::new(&tensors.conv_weight),
+            conv_weight: View::of(&tensors.conv_weight),
             conv_bias: View::optional(tensors.conv_bias.as_ref()),
-            conv_state: View::new(&conv_state),
-            ssm_state: View::new(&ssm_state),
-            stash_qkv: View::new(&tensors.stash_qkv),
-            stash_gates: View::new(&tensors.stash_gates),
+            conv_state: View::of(&conv_state),
+            ssm_state: View::of(&ssm_state),
+            stash_qkv: View::of(&tensors.stash_qkv),
+            stash_gates: View::of(&tensors.stash_gates),
             state_slots: ptr::device_array(layer.state_slots, self.num_reqs, "state_slots")?,
             snapshot_slots: ptr::optional_device_array(
                 layer.snapshot_slots,

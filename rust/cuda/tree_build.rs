@@ -239,7 +239,7 @@ pub(crate) unsafe fn launch(
 
     let (first, second, shapes) = match &scores {
         BatchScores::Logits { logits, .. } => {
-            kernel_params.logits = View::new(logits);
+            kernel_params.logits = View::of(logits);
             kernel_params.vocab = logits.shape()[2] as i32;
             let is_aligned = |elements: usize| (elements * logits.dtype().size()).is_multiple_of(16);
             let [by_request, by_depth, by_token] = logits.strides() else { unreachable!("ndim is 3") };
@@ -269,8 +269,8 @@ pub(crate) unsafe fn launch(
             (&kernels.summarize[dtype], &kernels.select[dtype], [summarize, select])
         }
         BatchScores::Lattice { tokens, scores, transitions } => {
-            kernel_params.candidate_tokens = View::new(tokens);
-            kernel_params.candidate_scores = View::new(scores);
+            kernel_params.candidate_tokens = View::of(tokens);
+            kernel_params.candidate_scores = View::of(scores);
             kernel_params.transition_scores = View::optional(transitions.as_ref());
             let width = tokens.shape()[2];
             kernel_params.num_candidates = width as i32;

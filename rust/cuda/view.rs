@@ -13,7 +13,7 @@ pub(crate) struct View;
 
 impl View {
     /// Describes a checked tensor; its data is not read.
-    pub(crate) fn new(tensor: &TensorRef<'_>) -> ddt_cuda_view {
+    pub(crate) fn of(tensor: &TensorRef<'_>) -> ddt_cuda_view {
         let mut strides = [0; 4];
         for (to, &from) in strides.iter_mut().zip(tensor.strides()) {
             *to = from as i64;
@@ -33,7 +33,7 @@ impl View {
 
     /// Describes a tensor that may have been left out.
     pub(crate) fn optional(tensor: Option<&TensorRef<'_>>) -> ddt_cuda_view {
-        tensor.map_or_else(Self::absent, Self::new)
+        tensor.map_or_else(Self::absent, Self::of)
     }
 }
 
