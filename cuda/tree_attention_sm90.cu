@@ -203,7 +203,9 @@ struct Consumer {
     return index() * LINES + threadIdx.x % WARPGROUP / 32 * 16 + lane() / 4;
   }
 
+  // One lane arrives for its warp, whose other lanes may have read the stage as well.
   __device__ __forceinline__ void release(uint64_t *empty, int stage) {
+    __syncwarp();
     if (lane() == 0) barrier_arrive(shared_address(empty + stage));
   }
 
@@ -523,7 +525,6 @@ struct Consumer {
       const Piece &piece = shared.pieces[mail.stage];
       if (piece.request_index < 0) return;
       attend(piece);
-      __syncwarp();
       release(shared.pieces_empty, mail.stage);
       mail.next();
     }
