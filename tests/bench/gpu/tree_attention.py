@@ -91,33 +91,22 @@ class Problem:
         return run
 
     def peers(self) -> dict:
-        found = {}
+        paged = (
+            self.query, self.key_cache, self.value_cache, self.block_table, self.seq_lens, self.scale,
+        )  # fmt: skip
+        found, missing = {}, {}
         for peer in (flashinfer, vllm):
             if (why := peer.available()) is None:
-                found[peer.ATTENTION] = peer.Attention(
-                    self.query,
-                    self.key_cache,
-                    self.value_cache,
-                    self.block_table,
-                    self.seq_lens,
-                    self.scale,
-                    self.visible,
-                )
-            elif peer not in _SAID:
-                _SAID.add(peer)
-                print(f"no {peer.ATTENTION}: {why}")
+                found[peer.ATTENTION] = peer.Attention(*paged, self.visible)
+            else:
+                missing[peer.ATTENTION] = why
         if (why := vllm.flash_available()) is None:
-            found[vllm.FLASH_ATTENTION] = vllm.FlashAttention(
-                self.query,
-                self.key_cache,
-                self.value_cache,
-                self.block_table,
-                self.seq_lens,
-                self.scale,
-            )
-        elif vllm.FLASH_ATTENTION not in _SAID:
-            _SAID.add(vllm.FLASH_ATTENTION)
-            print(f"no {vllm.FLASH_ATTENTION}: {why}")
+            found[vllm.FLASH_ATTENTION] = vllm.FlashAttention(*paged)
+        else:
+            missing[vllm.FLASH_ATTENTION] = why
+        for name in missing.keys() - _SAID:
+            _SAID.add(name)
+            print(f"no {name}: {missing[name]}")
         return found
 
 

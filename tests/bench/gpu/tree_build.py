@@ -173,6 +173,8 @@ def bench_logits(requests: int, budgets: list[int], depths: int, args) -> None:
         | {f"peer {b}": call for b, call in peers.items()},
         args.replays,
     )
+    if args.profile:
+        return
     # the graph of one call, as a serving engine replays it
     graphs = {}
     for budget, call in ours.items():
