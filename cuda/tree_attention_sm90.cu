@@ -203,10 +203,17 @@ struct Consumer {
     return index() * LINES + threadIdx.x % WARPGROUP / 32 * 16 + lane() / 4;
   }
 
-  // One lane arrives for its warp, whose other lanes may have read the stage as well.
+  // One lane arrives for its warp, after the warp's wgmma have read the stage.
   __device__ __forceinline__ void release(uint64_t *empty, int stage) {
     __syncwarp();
     if (lane() == 0) barrier_arrive(shared_address(empty + stage));
+  }
+
+  // Read by the lane that arrives for the warp.
+  __device__ __forceinline__ uint32_t present_boxes() const {
+    uint32_t present = 0;
+    if (lane() == 0) present = shared.present[key_at.stage];
+    return __shfl_sync(FULL_WARP, present, 0);
   }
 
   // Each warp loads the 16 lines of its accumulators.
@@ -479,7 +486,7 @@ struct Consumer {
     };
 
     key_at.wait_full(shared.keys_full);
-    uint32_t present = shared.present[key_at.stage];
+    uint32_t present = present_boxes();
     start_scores();
     wgmma_wait<0>();
     pin(scores);
@@ -490,7 +497,7 @@ struct Consumer {
     for (; tile + 1 < last_tile; tile++) {
       scrub_if_needed();
       key_at.wait_full(shared.keys_full);
-      present = shared.present[key_at.stage];
+      present = present_boxes();
       start_scores();
       value_at.wait_full(shared.values_full);
       start_values();
@@ -525,7 +532,8 @@ struct Consumer {
       const Piece &piece = shared.pieces[mail.stage];
       if (piece.request_index < 0) return;
       attend(piece);
-      release(shared.pieces_empty, mail.stage);
+      // every lane has read the piece
+      barrier_arrive(shared_address(shared.pieces_empty + mail.stage));
       mail.next();
     }
   }
@@ -545,7 +553,7 @@ __device__ __forceinline__ void attend(const ddt_cuda_tree_attention_sm90 &p) {
     }
     for (int i = 0; i < 2; i++) {
       barrier_init(shared_address(shared.pieces_full + i), 1);
-      barrier_init(shared_address(shared.pieces_empty + i), CONSUMER_WARPS);
+      barrier_init(shared_address(shared.pieces_empty + i), CONSUMERS * WARPGROUP);
     }
     barrier_init_fence();
     prefetch_tensor_map(&p.key_map);
