@@ -1,123 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree rows in vLLM's full-attention layers on the CPU: the stock backend does
-prefills, plain decodes and the drafter, our kernel does the verify rows."""
+"""Tree rows in full-attention layers, whatever the platform's backend."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
 
-from vllm_ddtree.config import is_tree
-from vllm_ddtree.step import VerifyStep, active_step
-
-
-@dataclass
-class TreeCPUAttentionMetadata(CPUAttentionMetadata):
-    step: VerifyStep | None = None
-
-
-class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.isa == "amx" and is_tree(self.vllm_config.speculative_config):
-            # AMX packs K and V in tiles that strides cannot describe.
-            self.isa = "vec"
-            self._set_isa_to_layers(self.layer_names)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CPUAttentionMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return TreeCPUAttentionMetadata(**vars(metadata), step=active_step())
+from vllm_ddtree.step import VerifyStep
 
 
 def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a CPU_ATTN cache as [blocks, heads, block_size, head_dim] views.
+    """K and V of a layer's cache as [blocks, heads, block_size, head_dim] views."""
+    if current_platform.is_cpu():
+        from vllm_ddtree.attention_cpu import split_kv_cache as split
+    else:
+        from vllm_ddtree.attention_cuda import split_kv_cache as split
+    return split(kv_cache)
 
-    Per block and head, block_size * head_dim elements of K stored dim-major
-    are followed by as many of V stored token-major."""
-    blocks, heads, block_size, width = kv_cache.shape
-    head_dim = width // 2
-    block_stride, head_stride = kv_cache.stride(0), kv_cache.stride(1)
-    size = (blocks, heads, block_size, head_dim)
-    offset = kv_cache.storage_offset()
-    key = kv_cache.as_strided(size, (block_stride, head_stride, 1, block_size), offset)
-    value = kv_cache.as_strided(
-        size,
-        (block_stride, head_stride, head_dim, 1),
-        offset + block_size * head_dim,
+
+def attend(
+    impl: Any,
+    step: VerifyStep,
+    attn_metadata: Any,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """The tree kernel on the rows of `step`, which lead the batch.
+
+    query, output [T, Hq, Dh]; caches [blocks, Hkv, block_size, Dh], which hold the
+    rows' own keys and values already."""
+    rows, reqs, shape = step.num_rows, step.num_reqs, step.trees.shape
+    torch.ops.ddtree.tree_attention(
+        query[:rows],
+        key_cache,
+        value_cache,
+        attn_metadata.block_table[:reqs],
+        step.query_start,
+        attn_metadata.seq_lens[:reqs],
+        step.trees.storage,
+        shape.max_nodes,
+        shape.max_depth,
+        shape.num_reqs,
+        impl.scale,
+        float(impl.logits_soft_cap or 0.0),
+        output[:rows].view(rows, impl.num_heads, impl.head_size),
     )
-    return key, value
-
-
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step = getattr(attn_metadata, "step", None)
-        if step is None or attn_metadata.num_actual_tokens > step.num_rows:
-            # The stock kernel takes the whole batch: its schedule covers all rows.
-            output = super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        if step is None:
-            return output
-        rows, reqs, shape = step.num_rows, step.num_reqs, step.trees.shape
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        torch.ops.ddtree.tree_attention(
-            query[:rows],
-            key_cache,
-            value_cache,
-            attn_metadata.block_table[:reqs],
-            step.query_start,
-            attn_metadata.seq_lens[:reqs],
-            step.trees.storage,
-            shape.max_nodes,
-            shape.max_depth,
-            shape.num_reqs,
-            self.scale,
-            float(self.logits_soft_cap),
-            output[:rows].view(rows, self.num_heads, self.head_size),
-        )
-        return output
-
-
-class TreeCPUAttentionBackend(CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return TreeCPUAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return TreeCPUAttentionMetadataBuilder
 
 
 @dataclass
@@ -127,11 +59,9 @@ class TreeKVLayer:
     name: str
     layer: Attention
 
-    def key_cache(self) -> torch.Tensor:
-        return split_kv_cache(self.layer.kv_cache)[0]
-
-    def value_cache(self) -> torch.Tensor:
-        return split_kv_cache(self.layer.kv_cache)[1]
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [blocks, heads, block_size, head_dim]."""
+        return split_kv_cache(self.layer.kv_cache)
 
 
 def find_kv_layers(forward_context: dict[str, Any]) -> list[TreeKVLayer]:

@@ -10,6 +10,7 @@ Afterwards `spec.method` is "dflash", `spec.num_speculative_tokens` is the node 
 vLLM's scheduler reserves B + 1 rows per request) and `spec.tree_horizon` is the depth K.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree import compat
@@ -41,9 +42,10 @@ MAX_QUERIES_PER_KV_HEAD = 16
 GDN_HEAD_DIM = 128
 GDN_CONV_WIDTH = 4
 
-# Rows of the widest verification graph captured by default. vLLM stops at 512, which is 16
-# requests at budget 31; four times that costs a few graphs more and keeps 64 requests captured.
-MAX_CAPTURE_ROWS = 2048
+# Rows of trees in flight. Past about 256 rows a forward pass takes longer with every row, and
+# each row costs 21 KB of stash a layer at 27B dimensions, so more requests get smaller trees.
+MAX_VERIFY_ROWS = 512
+SMALLER_BUDGETS = (127, 63, 31, 15, 7)
 
 
 def is_tree(spec: "SpeculativeConfig | None") -> bool:
@@ -190,6 +192,15 @@ def verify(vllm_config: "VllmConfig") -> None:
     _verify_runner(cfg)
     _verify_target(cfg)
     _verify_batch(cfg)
+    tiers = budget_tiers(cfg)
+    if len(tiers) > 1:
+        # vLLM's own schedule of draft tokens by the number of requests in a step
+        spec.num_speculative_tokens_per_batch_size = tiers
+        _log().info(
+            "ddtree: at most %d rows of trees in a step: %s.",
+            MAX_VERIFY_ROWS,
+            ", ".join(f"up to {last} requests get {nodes} nodes" for _, last, nodes in tiers),
+        )
 
 
 def _verify_runner(cfg: "VllmConfig") -> None:
@@ -198,10 +209,13 @@ def _verify_runner(cfg: "VllmConfig") -> None:
     from vllm.triton_utils import HAS_TRITON
 
     if not current_platform.is_cpu():
-        _refuse(
-            f"this release of ddtree serves on the CPU, not on {current_platform.device_name}",
-            "use a CPU build of vLLM",
-        )
+        if not current_platform.is_cuda():
+            _refuse(
+                f"ddtree serves on NVIDIA GPUs and on the CPU, not on {current_platform.device_name}",
+                "use a CUDA or CPU build of vLLM",
+            )
+        if compat.is_0_32():
+            _refuse("ddtree on a GPU needs vLLM 0.33.0", "upgrade vLLM")
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         _refuse("ddtree needs Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
     if not HAS_TRITON:
@@ -259,6 +273,13 @@ def _verify_target(cfg: "VllmConfig") -> None:
             f"ddtree does not support --attention-backend {cfg.attention_config.backend.name}",
             "remove it or use FLASH_ATTN",
         )
+    if current_platform.is_cuda():
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+        if get_flash_attn_version() is None:
+            _refuse("ddtree needs FlashAttention", "install a vLLM that was built with it")
+        # vLLM prefers others on some cards
+        cfg.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     if hybrid:
         _verify_gdn(cfg, model)
 
@@ -320,19 +341,51 @@ def verify_state_block(tree_budget: int, block_size: int) -> None:
         )
 
 
+def budget_tiers(vllm_config: "VllmConfig") -> list[tuple[int, int, int]]:
+    """(first, last, nodes): steps of first..last requests draft that many nodes for each, so that
+    trees never have more than MAX_VERIFY_ROWS rows, roots included; 0 where no tree fits."""
+    spec = vllm_config.speculative_config
+    assert spec is not None and spec.tree_budget is not None
+    most = vllm_config.scheduler_config.max_num_seqs
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # ranks with different budgets would wait for each other
+        return [(1, most, spec.tree_budget)]
+    tiers, first = [], 1
+    for nodes in (spec.tree_budget, *(n for n in SMALLER_BUDGETS if n < spec.tree_budget)):
+        last = min(MAX_VERIFY_ROWS // (nodes + 1), most)
+        if last >= first:
+            tiers.append((first, last, nodes))
+            first = last + 1
+    if first <= most:
+        tiers.append((first, most, 0))
+    return tiers
+
+
+def max_tree_rows(vllm_config: "VllmConfig") -> int:
+    """Rows of trees that a step holds, except where requests keep the budget of a smaller batch."""
+    most = max(last * (nodes + 1) for _, last, nodes in budget_tiers(vllm_config))
+    return min(most, vllm_config.scheduler_config.max_num_batched_tokens)
+
+
 def capture_sizes(vllm_config: "VllmConfig") -> list[int]:
     """Default CUDA graph sizes of verification batches, in rows: whole requests only.
 
-    A padding request costs B + 1 rows, so small batches get every request count and larger
+    A padding request costs a tree's rows, so small batches get every request count and larger
     ones steps of at most a quarter.
     """
-    rows = vllm_config.uniform_decode_query_len
-    most = min(vllm_config.scheduler_config.max_num_seqs, max(MAX_CAPTURE_ROWS // rows, 1))
-    counts, count = [], 1
-    while count < most:
-        counts.append(count)
-        count += 1 << max(count.bit_length() - 3, 0)
-    return [n * rows for n in [*counts, most]]
+    sizes = set()
+    for count, last, nodes in budget_tiers(vllm_config):
+        while count < last:
+            sizes.add(count * (nodes + 1))
+            count += 1 << max(count.bit_length() - 3, 0)
+        sizes.add(last * (nodes + 1))
+    return sorted(sizes)
+
+
+def _log() -> "logging.Logger":
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.ddtree")
 
 
 def _refuse_quantised_cache(dtype: str | None, what: str) -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
     QwenGatedDeltaNetAttention,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as cpu_gdn
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from vllm_ddtree.config import is_tree
+from vllm_ddtree.config import is_tree, max_tree_rows
 from vllm_ddtree.step import VerifyStep, active_step
 
 
@@ -32,13 +32,29 @@ class TreeGDNMetadata(GDNAttentionMetadata):
 
     step: VerifyStep | None = None
     rest: GDNAttentionMetadata | None = None
-    # int32 [step.num_reqs]
+    # int32 [step.num_reqs], more in a padded graph
     state_slots: torch.Tensor | None = None
     # The group's block table of the verify requests, int32 [num_reqs, blocks]
     block_table: torch.Tensor | None = None
 
 
 class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # At a fixed address for CUDA graphs and for the commit.
+        self.tree_state_slots = torch.zeros(
+            self.vllm_config.scheduler_config.max_num_seqs,
+            dtype=torch.int32,
+            device=self.device,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> GDNAttentionMetadata:
+        if not is_tree(self.vllm_config.speculative_config):
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)
+
     def build(
         self,
         common_prefix_len: int,
@@ -61,17 +77,22 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
         if step is None:
             return super().build(common_prefix_len, m, fast_build=fast_build)
         rest = None
-        if m.num_reqs > step.num_reqs:
+        if step.has_rest:
             rest = super().build(
                 common_prefix_len, _behind(m, step), fast_build=fast_build
             )
-        block_table = m.block_table_tensor[: step.num_reqs]
+        # A padded graph has more requests than the step; their slot is vLLM's null
+        # block, and their trees are empty.
+        num_reqs = m.num_reqs if rest is None else step.num_reqs
+        block_table = m.block_table_tensor[:num_reqs]
         slots = mamba_get_block_table_tensor(
             block_table,
-            m.seq_lens[: step.num_reqs],
+            m.seq_lens[:num_reqs],
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
         )
+        state_slots = self.tree_state_slots[:num_reqs]
+        state_slots.copy_(slots[:, 0])
         return TreeGDNMetadata(
             num_prefills=0,
             num_prefill_tokens=0,
@@ -82,8 +103,8 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
             num_actual_tokens=m.num_actual_tokens,
             step=step,
             rest=rest,
-            state_slots=slots[:, 0].contiguous(),
-            block_table=block_table,
+            state_slots=state_slots,
+            block_table=block_table[: step.num_reqs],
         )
 
 
@@ -132,30 +153,42 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             return
         # One slot and the plain conv window, whatever the budget.
         self.num_spec = 0
-        scheduler = vllm_config.scheduler_config
-        budget = vllm_config.speculative_config.tree_budget
-        rows = min(
-            scheduler.max_num_seqs * (budget + 1), scheduler.max_num_batched_tokens
-        )
-        heads = self.num_v_heads // self.tp_size
+        # vLLM's fused kernel for drafts needs a state per draft.
+        self.enable_fused_gdn_spec_decode = False
         # Raw rows of the trees in flight, about 21 KB per row at 27B dimensions.
         # Allocated here so that vLLM's memory profiling counts it.
-        self.stash_qkv = torch.zeros(
-            rows,
-            self.conv_dim // self.tp_size,
-            dtype=vllm_config.model_config.dtype,
-            device=self.A_log.device,
+        self._stash_dtype = vllm_config.model_config.dtype
+        self._stash = self._new_stash(max_tree_rows(vllm_config))
+        self._wide_stash: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _new_stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device, dtype = self.A_log.device, self._stash_dtype
+        heads = self.num_v_heads // self.tp_size
+        return (
+            torch.zeros(rows, self.conv_dim // self.tp_size, dtype=dtype, device=device),
+            torch.zeros(rows, 2, heads, dtype=torch.float32, device=device),
         )
-        self.stash_gates = torch.zeros(
-            rows, 2, heads, dtype=torch.float32, device=self.A_log.device
-        )
+
+    def stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the raw inputs of `rows` rows are kept until the commit: [T', C] and
+        gates f32 [T', 2, Hv], T' >= rows."""
+        if rows > self._stash[0].shape[0]:
+            # Requests that kept the budgets of a smaller batch; never captured, and
+            # graphs go on to use the other one.
+            if self._wide_stash is None or rows > self._wide_stash[0].shape[0]:
+                self._wide_stash = self._new_stash(rows)
+            return self._wide_stash
+        return self._stash
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TreeGDNBackend if self.uses_trees else super().get_attn_backend()
 
     def tree_conv_weight(self) -> torch.Tensor:
-        """[C, 4], unpacked."""
-        return cpu_gdn._unpacked_conv_weight(self)
+        """[C, 4], as loaded."""
+        if current_platform.is_cpu():
+            # The CPU ops pack theirs in place.
+            return _cpu_gdn()._unpacked_conv_weight(self)
+        return self.conv1d.weight.view(self.conv1d.weight.shape[0], -1)
 
     def tree_conv_state(self) -> torch.Tensor:
         """[slots, C, 3], newest last."""
@@ -164,8 +197,16 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     def tree_ssm_state(self) -> torch.Tensor:
         """[slots, Hv, v, k]. vLLM's CPU ops keep it K-major."""
-        slots, heads, dim_v, dim_k = self.kv_cache[1].shape
-        return self.kv_cache[1].view(slots, heads, dim_k, dim_v).transpose(2, 3)
+        state = self.kv_cache[1]
+        if not current_platform.is_cpu():
+            return state
+        slots, heads, dim_v, dim_k = state.shape
+        return state.view(slots, heads, dim_k, dim_v).transpose(2, 3)
+
+    def forget(self, slots: torch.Tensor) -> None:
+        """Zero the states of `slots`, int64: a request without one takes them over."""
+        self.tree_conv_state().index_fill_(0, slots, 0)
+        self.tree_ssm_state().index_fill_(0, slots, 0)
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self.uses_trees:
@@ -200,12 +241,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
     ) -> None:
         step = metadata.step
         rows, shape = step.num_rows, step.trees.shape
-        conv_state, ssm_state = self.tree_conv_state(), self.tree_ssm_state()
-        for req in step.fresh_reqs:
-            # A one-token prompt padded with draft rows: its slot is recycled.
-            slot = int(metadata.state_slots[req])
-            conv_state[slot].zero_()
-            ssm_state[slot].zero_()
+        stash_qkv, stash_gates = self.stash(rows)
         torch.ops.ddtree.gdn_verify(
             mixed_qkv[:rows],
             a[:rows],
@@ -214,11 +250,11 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             self.dt_bias,
             self.tree_conv_weight(),
             self.conv1d.bias,
-            conv_state,
-            ssm_state,
-            self.stash_qkv,
-            self.stash_gates,
-            metadata.state_slots,
+            self.tree_conv_state(),
+            self.tree_ssm_state(),
+            stash_qkv,
+            stash_gates,
+            metadata.state_slots[: step.num_reqs],
             step.query_start,
             step.trees.storage,
             shape.num_reqs,
@@ -226,6 +262,39 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             shape.max_depth,
             out[:rows],
         )
+
+    def _forward_core(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """What vLLM's CUDA op calls: verify rows here, the others by vLLM."""
+        context = get_forward_context()
+        by_layer = context.attn_metadata
+        metadata = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
+        step = getattr(metadata, "step", None)
+        if step is None:
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            return
+        self._verify(mixed_qkv, b, a, core_attn_out, metadata)
+        if metadata.rest is None:
+            return
+        rest = slice(step.num_rows, metadata.num_actual_tokens)
+        by_layer[self.prefix] = metadata.rest
+        try:
+            super()._forward_core(
+                mixed_qkv[rest], b[rest], a[rest], core_attn_out[rest]
+            )
+        finally:
+            by_layer[self.prefix] = metadata
+
+
+def _cpu_gdn() -> Any:
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    return gdn_attention
 
 
 @torch.library.custom_op("ddtree::gdn_layer", mutates_args=("core_attn_out",))
@@ -248,14 +317,14 @@ def gdn_layer(
         return
     step = getattr(metadata, "step", None)
     if step is None:
-        cpu_gdn._cpu_gdn_attention_nonspec(
+        _cpu_gdn()._cpu_gdn_attention_nonspec(
             layer, metadata, mixed_qkv, b, a, core_attn_out
         )
         return
     layer._verify(mixed_qkv, b, a, core_attn_out, metadata)
     if metadata.rest is not None:
         rest = slice(step.num_rows, metadata.num_actual_tokens)
-        cpu_gdn._cpu_gdn_attention_nonspec(
+        _cpu_gdn()._cpu_gdn_attention_nonspec(
             layer,
             metadata.rest,
             mixed_qkv[rest],

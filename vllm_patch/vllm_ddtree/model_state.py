@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -20,6 +21,7 @@ from vllm_ddtree import trace
 from vllm_ddtree.attention import TreeKVLayer, find_kv_layers
 from vllm_ddtree.config import verify_state_block
 from vllm_ddtree.gdn import TreeGatedDeltaNet, find_gdn_layers
+from vllm_ddtree.ops import CommitPlan
 from vllm_ddtree.request_params import RequestParams
 from vllm_ddtree.sampler import TreeRejectionSampler
 from vllm_ddtree.step import VerifyStep, building
@@ -54,8 +56,21 @@ class TreeStateMixin(ModelState):
             device=self.device,
         )
         self.step: VerifyStep | None = None
-        self._kv_layers: list[TreeKVLayer] | None = None
+        # Outcome of the walk, in the order of the batch.
+        self._num_accepted = torch.zeros(
+            shape.num_reqs, dtype=torch.int32, device=self.device
+        )
+        self._accepted_nodes = torch.zeros(
+            shape.num_reqs, shape.max_depth, dtype=torch.int32, device=self.device
+        )
+        self._kv_layers: list[TreeKVLayer] = []
         self._gdn_layers: list[TreeGatedDeltaNet] = []
+        self._commit_plans: dict[tuple[int, int], CommitPlan] = {}
+        self._snapshot_slots: dict[int, torch.Tensor] = {}
+        self._align = (
+            isinstance(self, MambaHybridModelState)
+            and self.cache_config.mamba_cache_mode == "align"
+        )
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
@@ -108,7 +123,8 @@ class TreeStateMixin(ModelState):
         trees = self.batch_trees
         trees.gather_from(self.slot_trees, idx_mapping)
         # The scheduler may have cut the list of nodes.
-        rows = torch.from_numpy(rows_per_req.astype(np.int32)).to(self.device)
+        query_start = input_batch.query_start_loc[: num_reqs + 1]
+        rows = query_start.diff()
         num_nodes = trees.num_nodes[:num_reqs]
         torch.minimum(num_nodes, rows, out=num_nodes)
 
@@ -116,7 +132,6 @@ class TreeStateMixin(ModelState):
         request_of_row = torch.repeat_interleave(
             torch.arange(num_reqs, device=self.device), rows, output_size=num_rows
         )
-        query_start = input_batch.query_start_loc[: num_reqs + 1]
         node_of_row = (
             torch.arange(num_rows, device=self.device) - query_start[request_of_row]
         )
@@ -137,6 +152,30 @@ class TreeStateMixin(ModelState):
             position_delta=position_delta,
             num_computed=num_computed_tokens[idx_mapping].to(torch.int64),
             fresh_reqs=np.nonzero(fresh)[0].tolist(),
+            has_rest=input_batch.num_reqs > num_reqs,
+        )
+
+    def _capture_step(self, input_batch: InputBatch) -> VerifyStep | None:
+        """The step of a dummy batch that a FULL CUDA graph is captured with: at
+        replay its tensors hold a real one's. None for a graph of plain decodes."""
+        num_reqs, num_rows = input_batch.num_reqs, input_batch.num_tokens
+        if num_rows <= num_reqs:
+            return None
+        self.batch_trees.num_nodes.zero_()
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        return VerifyStep(
+            trees=self.batch_trees,
+            num_reqs=num_reqs,
+            num_rows=num_rows,
+            req_ids=input_batch.req_ids,
+            query_start=input_batch.query_start_loc[: num_reqs + 1],
+            idx_mapping=input_batch.idx_mapping,
+            request_of_row=rows,
+            node_of_row=rows,
+            position_delta=rows,
+            num_computed=rows[:num_reqs],
+            fresh_reqs=[],
+            has_rest=False,
         )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> Any:
@@ -153,12 +192,16 @@ class TreeStateMixin(ModelState):
         block_tables: tuple[torch.Tensor, ...],
         slot_mappings: torch.Tensor,
         *args: Any,
+        for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         # A dummy batch comes without preprocess_state: it must not see the
         # trees of the batch before it.
         step = self.step
-        if step is not None and input_batch.req_ids[: step.num_reqs] != step.req_ids:
+        if for_capture:
+            step = self._capture_step(input_batch)
+            self.step = None
+        elif step is not None and input_batch.req_ids[: step.num_reqs] != step.req_ids:
             step = self.step = None
         with building(step):
             attn_metadata = super().prepare_attn(
@@ -167,12 +210,22 @@ class TreeStateMixin(ModelState):
                 block_tables,
                 slot_mappings,
                 *args,
+                for_capture=for_capture,
                 **kwargs,
             )
-        if step is not None:
-            step.attn_metadata = attn_metadata
-            # The drafter reuses the buffer for its own rows.
-            step.slot_mappings = slot_mappings[:, : step.num_rows].clone()
+        if self.step is None:
+            return attn_metadata
+        step.attn_metadata = attn_metadata
+        # The drafter reuses the buffer for its own rows.
+        self._row_slots[:, : step.num_rows] = slot_mappings[:, : step.num_rows]
+        if step.fresh_reqs:
+            # A one-token prompt padded with draft rows: its slots are recycled.
+            fresh = async_tensor_h2d(
+                step.fresh_reqs, device=self.device, dtype=torch.int64
+            )
+            for layer in self._gdn_layers:
+                slots = attn_metadata[layer.prefix].state_slots
+                layer.forget(slots[fresh].to(torch.int64))
         return attn_metadata
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
@@ -202,10 +255,8 @@ class TreeStateMixin(ModelState):
             trees.tokens[nodes] = torch.where(
                 invalid_rows[: step.num_rows], -1, trees.tokens[nodes]
             )
-        num_accepted = node_tokens.new_empty(num_reqs, dtype=torch.int32)
-        accepted_nodes = node_tokens.new_empty(
-            (num_reqs, shape.max_depth), dtype=torch.int32
-        )
+        num_accepted = self._num_accepted[:num_reqs]
+        accepted_nodes = self._accepted_nodes[:num_reqs]
         output_tokens = node_tokens.new_empty((num_reqs, shape.max_depth + 1))
         torch.ops.ddtree.tree_accept(
             node_tokens,
@@ -243,62 +294,73 @@ class TreeStateMixin(ModelState):
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
 
     def _commit(self, step: VerifyStep) -> None:
-        if self._kv_layers is None:
-            context = self.vllm_config.compilation_config.static_forward_context
-            self._kv_layers = find_kv_layers(context)
-            self._gdn_layers = find_gdn_layers(context)
-        gdn = self._gdn_layers
-        metadata = [step.attn_metadata[layer.prefix] for layer in gdn]
-        align = bool(gdn) and self.cache_config.mamba_cache_mode == "align"
-        snapshot_tokens = None
-        snapshot_slots: list[torch.Tensor] = []
-        if align:
-            snapshot_tokens, snapshot_slots = self._boundary_snapshots(step, metadata)
-        rows_of_group = step.slot_mappings
-        torch.ops.ddtree.commit(
-            [layer.tree_conv_weight() for layer in gdn],
-            [layer.tree_conv_state() for layer in gdn],
-            [layer.tree_ssm_state() for layer in gdn],
-            [layer.stash_qkv[: step.num_rows] for layer in gdn],
-            [layer.stash_gates[: step.num_rows] for layer in gdn],
-            [m.state_slots for m in metadata],
-            snapshot_slots,
-            snapshot_tokens,
-            [layer.key_cache() for layer in self._kv_layers],
-            [layer.value_cache() for layer in self._kv_layers],
-            [rows_of_group[self._group_of(layer.name)] for layer in self._kv_layers],
+        if self._align:
+            self._place_snapshots(step)
+        stash = self._gdn_layers[0].stash(step.num_rows)[0] if self._gdn_layers else None
+        key = (step.query_start.data_ptr(), 0 if stash is None else stash.data_ptr())
+        if key not in self._commit_plans:
+            self._commit_plans[key] = self._plan_commit(step)
+        self._commit_plans[key].run(step.num_reqs)
+
+    def _plan_commit(self, step: VerifyStep) -> CommitPlan:
+        gdn = [
+            (
+                layer.tree_conv_weight(),
+                layer.tree_conv_state(),
+                layer.tree_ssm_state(),
+                *layer.stash(step.num_rows),
+                step.attn_metadata[layer.prefix].state_slots,
+                self._snapshot_slots.get(self._groups[layer.prefix]),
+            )
+            for layer in self._gdn_layers
+        ]
+        kv = [
+            (*layer.caches(), self._row_slots[self._groups[layer.name]])
+            for layer in self._kv_layers
+        ]
+        return CommitPlan(
+            step.trees,
+            gdn,
+            kv,
             step.query_start,
-            step.num_accepted,
-            step.accepted_nodes,
-            step.trees.storage,
-            step.trees.shape.num_reqs,
-            step.trees.shape.max_nodes,
-            step.trees.shape.max_depth,
+            self._num_accepted,
+            self._accepted_nodes,
+            self._snapshot_tokens if self._align else None,
         )
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: Any
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        if getattr(self, "_align_mode", False):
+        if self._align:
             _, mamba_spec = self._get_mamba_group_info(kv_cache_config)
             verify_state_block(self.tree_budget, mamba_spec.block_size)
+        groups = kv_cache_config.kv_cache_groups
         self._groups = {
-            name: group
-            for group, spec in enumerate(kv_cache_config.kv_cache_groups)
-            for name in spec.layer_names
+            name: group for group, spec in enumerate(groups) for name in spec.layer_names
         }
+        context = self.vllm_config.compilation_config.static_forward_context
+        self._kv_layers = find_kv_layers(context)
+        self._gdn_layers = find_gdn_layers(context)
+        # The commit finds these where they are: what a round needs is written here.
+        self._commit_plans = {}
+        self._row_slots = torch.zeros(
+            len(groups), self.max_num_tokens, dtype=torch.int64, device=self.device
+        )
+        if self._align:
+            self._snapshot_tokens = torch.ones(
+                self.max_num_reqs, dtype=torch.int32, device=self.device
+            )
+            self._snapshot_slots = {
+                self._groups[layer.prefix]: torch.full_like(self._snapshot_tokens, -1)
+                for layer in self._gdn_layers
+            }
 
-    def _group_of(self, layer_name: str) -> int:
-        return self._groups[layer_name]
-
-    def _boundary_snapshots(
-        self, step: VerifyStep, metadata: list[Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _place_snapshots(self, step: VerifyStep) -> None:
         """Prefix caching ("align" mode) keeps the state at each block boundary.
-        Where the accepted path crosses one, commit writes the state there too.
-        Returns the rows replayed before the snapshot, int32 [num_reqs], and per
-        layer the slot of the boundary's block, -1 for none."""
+        Where the accepted path crosses one, commit writes the state there too: after
+        `_snapshot_tokens` replayed rows, to each group's slot of the boundary's block,
+        -1 for none."""
         block = self.cache_config.mamba_block_size
         start = step.num_computed
         end = start + step.num_accepted + 1
@@ -307,14 +369,17 @@ class TreeStateMixin(ModelState):
         running_column = (start + rows - 1) // block
         column = boundary // block - 1
         crosses = (boundary > start) & (column < running_column)
-        tokens = torch.where(crosses, boundary - start, 1).to(torch.int32)
-        slots = []
-        for layer in metadata:
-            slot = layer.block_table.gather(1, column.clamp(min=0)[:, None])[:, 0]
+        tokens = torch.where(crosses, boundary - start, 1)
+        self._snapshot_tokens[: step.num_reqs] = tokens
+        tables = {
+            self._groups[layer.prefix]: step.attn_metadata[layer.prefix].block_table
+            for layer in self._gdn_layers
+        }
+        for group, table in tables.items():
+            slot = table.gather(1, column.clamp(min=0)[:, None])[:, 0]
             # Block 0 is vLLM's null block.
             keep = crosses & (slot > 0)
-            slots.append(torch.where(keep, slot, -1).to(torch.int32))
-        return tokens, slots
+            self._snapshot_slots[group][: step.num_reqs] = torch.where(keep, slot, -1)
 
     def linear_positions(self, input_batch: InputBatch) -> None:
         """Undo the tree positions: the drafter reads accepted rows in order."""

@@ -9,7 +9,7 @@ ddtree.h."""
 import torch
 
 from vllm_ddtree.native import library
-from vllm_ddtree.trees import TreeShape, describe
+from vllm_ddtree.trees import TreeBatch, TreeShape, describe
 
 
 def _void(*args, **kwargs) -> None:
@@ -224,70 +224,54 @@ def tree_accept(
     lib.call("tree_accept", params, num_accepted.device)
 
 
-@torch.library.custom_op(
-    "ddtree::commit",
-    mutates_args=("conv_states", "ssm_states", "key_caches", "value_caches"),
-)
-def commit(
-    conv_weights: list[torch.Tensor],
-    conv_states: list[torch.Tensor],
-    ssm_states: list[torch.Tensor],
-    stash_qkv: list[torch.Tensor],
-    stash_gates: list[torch.Tensor],
-    state_slots: list[torch.Tensor],
-    snapshot_slots: list[torch.Tensor],
-    snapshot_tokens: torch.Tensor | None,
-    key_caches: list[torch.Tensor],
-    value_caches: list[torch.Tensor],
-    row_slots: list[torch.Tensor],
-    query_start: torch.Tensor,
-    num_accepted: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    tree: torch.Tensor,
-    num_reqs: int,
-    max_nodes: int,
-    max_depth: int,
-) -> None:
-    """Replay root + accepted rows into the GDN states, move their KV rows.
+class CommitPlan:
+    """`ddt_commit` over layers whose tensors stay where they are: described once,
+    run every round. The tensors are the caller's to keep alive.
 
-    One list entry per layer; state_slots, snapshot_slots int32 [n] (snapshot
-    lists empty without prefix-caching snapshots); row_slots int64 [T]; the rest
-    as tree_accept wrote it."""
-    lib = library()
-    ffi = lib.ffi
-    n = num_accepted.shape[0]
-    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
-    gdn_layers = ffi.new("ddt_gdn_layer[]", max(1, len(conv_states)))
-    for i in range(len(conv_states)):
-        _fill_gdn_layer(
-            lib,
-            gdn_layers[i],
-            conv_weights[i],
-            None,
-            conv_states[i],
-            ssm_states[i],
-            stash_qkv[i],
-            stash_gates[i],
-            state_slots[i],
-            snapshot_slots[i] if snapshot_slots else None,
-        )
-    kv_layers = ffi.new("ddt_kv_layer[]", max(1, len(key_caches)))
-    for i in range(len(key_caches)):
-        lib.fill_tensor(kv_layers[i].key_cache, key_caches[i])
-        lib.fill_tensor(kv_layers[i].value_cache, value_caches[i])
-        kv_layers[i].row_slots = lib.pointer(row_slots[i], "int64_t", torch.int64)
-    params = lib.params("ddt_commit_params")
-    params.num_gdn_layers = len(conv_states)
-    params.num_kv_layers = len(key_caches)
-    params.gdn_layers = gdn_layers
-    params.kv_layers = kv_layers
-    params.tree = topology
-    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
-    params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
-    params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
-    params.snapshot_tokens = lib.pointer(snapshot_tokens, "int32_t", torch.int32)
-    lib.call("commit", params, num_accepted.device)
+    gdn: per recurrent layer conv_weight, conv_state, ssm_state, stash_qkv,
+    stash_gates, state_slots and snapshot_slots (None without prefix caching's
+    snapshots); kv: per attention layer key_cache, value_cache and row_slots int64
+    [T]. query_start, num_accepted, accepted_nodes, snapshot_tokens: as ddtree.h has
+    them, for up to trees.shape.num_reqs requests."""
+
+    def __init__(
+        self,
+        trees: TreeBatch,
+        gdn: list[tuple[torch.Tensor | None, ...]],
+        kv: list[tuple[torch.Tensor, ...]],
+        query_start: torch.Tensor,
+        num_accepted: torch.Tensor,
+        accepted_nodes: torch.Tensor,
+        snapshot_tokens: torch.Tensor | None,
+    ) -> None:
+        self._lib = lib = library()
+        self._device = num_accepted.device
+        self._tree = describe(lib, trees.storage, trees.shape)
+        self._gdn = lib.ffi.new("ddt_gdn_layer[]", max(1, len(gdn)))
+        for layer, tensors in zip(self._gdn, gdn, strict=False):
+            weight, *rest = tensors
+            _fill_gdn_layer(lib, layer, weight, None, *rest)
+        self._kv = lib.ffi.new("ddt_kv_layer[]", max(1, len(kv)))
+        for layer, (key_cache, value_cache, row_slots) in zip(self._kv, kv, strict=False):
+            lib.fill_tensor(layer.key_cache, key_cache)
+            lib.fill_tensor(layer.value_cache, value_cache)
+            layer.row_slots = lib.pointer(row_slots, "int64_t", torch.int64)
+        self._params = params = lib.params("ddt_commit_params")
+        params.tree = self._tree
+        params.num_gdn_layers = len(gdn)
+        params.num_kv_layers = len(kv)
+        params.gdn_layers = self._gdn
+        params.kv_layers = self._kv
+        params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+        params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
+        params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
+        params.snapshot_tokens = lib.pointer(snapshot_tokens, "int32_t", torch.int32)
+
+    def run(self, num_reqs: int) -> None:
+        """Commit the first `num_reqs` requests on the current stream."""
+        self._tree.num_reqs = num_reqs
+        self._lib.call("commit", self._params, self._device)
 
 
-for _op in (tree_build, tree_attention, gdn_verify, tree_accept, commit):
+for _op in (tree_build, tree_attention, gdn_verify, tree_accept):
     _op.register_fake(_void)

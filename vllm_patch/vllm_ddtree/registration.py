@@ -15,6 +15,7 @@ def register() -> None:
     if _registered:
         return
     from vllm.model_executor.custom_op import PluggableLayer
+    from vllm.platforms import current_platform
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
@@ -24,10 +25,16 @@ def register() -> None:
     from vllm_ddtree.gdn import TreeGatedDeltaNet
 
     PluggableLayer.register_oot(TreeGatedDeltaNet, name="QwenGatedDeltaNetAttention")
-    register_backend(
-        AttentionBackendEnum.CPU_ATTN,
-        "vllm_ddtree.attention.TreeCPUAttentionBackend",
-    )
+    if current_platform.is_cpu():
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_ddtree.attention_cpu.TreeCPUAttentionBackend",
+        )
+    else:
+        register_backend(
+            AttentionBackendEnum.FLASH_ATTN,
+            "vllm_ddtree.attention_cuda.TreeFlashAttentionBackend",
+        )
     # An engine that this process ran before may have resolved the stock backend.
     selector._cached_get_attn_backend.cache_clear()
     _registered = True

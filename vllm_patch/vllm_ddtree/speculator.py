@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import registration
+from vllm_ddtree.config import max_tree_rows
 from vllm_ddtree.trees import TreeBatch
 
 
@@ -26,6 +27,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         registration.register()
         speculative_config = vllm_config.speculative_config
         self.tree_budget: int = speculative_config.tree_budget
+        self._max_tree_rows = max_tree_rows(vllm_config)
         draft_config = copy.copy(vllm_config)
         # Not dataclasses.replace: it would validate and convert once more.
         draft_config.speculative_config = copy.copy(speculative_config)
@@ -34,12 +36,16 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         super().__init__(draft_config, device)
         self._trees: TreeBatch | None = None
+        # Nodes that this round's trees may have, set before the draft step's graph runs.
+        self._round_budget = torch.full(
+            (1,), self.tree_budget, dtype=torch.int32, device=device
+        )
         self._drafts = torch.zeros(
             self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
         )
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        return min(num_reqs * (self.tree_budget + 1), self.max_num_tokens)
+        return min(num_reqs * (self.tree_budget + 1), self._max_tree_rows)
 
     def _generate_draft(
         self,
@@ -76,7 +82,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             logits,
             self.input_buffers.input_ids[anchors].contiguous(),
             root_positions,
-            params.node_budgets[slots],
+            torch.minimum(params.node_budgets[slots], self._round_budget),
             params.candidate_caps[slots],
             params.stop_tokens[slots],
             (params.min_stop_positions[slots] - root_positions).to(torch.int32),
@@ -113,6 +119,8 @@ class DDTreeSpeculator(DFlashSpeculator):
                 aux_hidden_states = [hidden[order] for hidden in aux_hidden_states]
             self.model_state.linear_positions(input_batch)
             input_batch = dataclasses.replace(input_batch)
+        budget = kwargs.get("num_speculative_tokens")
+        self._round_budget.fill_(self.tree_budget if budget is None else budget)
         super().propose(
             input_batch,
             attn_metadata,

@@ -33,9 +33,9 @@ class VerifyStep:
     num_computed: torch.Tensor
     # Batch indices of requests that have no state yet.
     fresh_reqs: list[int]
+    # Whether requests without draft rows follow in the batch.
+    has_rest: bool
     attn_metadata: dict[str, Any] = field(default_factory=dict)
-    # int64 [num_kv_groups, num_rows]
-    slot_mappings: torch.Tensor | None = None
     # Written by the sampler: int32 [num_reqs] and [num_reqs, max_depth].
     num_accepted: torch.Tensor | None = None
     accepted_nodes: torch.Tensor | None = None
