@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of a draft + verify round in vLLM on a GPU, at a model's dimensions with dummy weights.
+
+    python tests/bench/serving/rounds.py --method chain --budget 15 --batch 1 8 --context 1024 --out serving.jsonl
+
+One engine per process: alternate methods by running this in turns. Dummy weights accept next to nothing, so a round is
+one step of the engine. `--method`: none (no drafter), chain (vLLM's own DFlash), ddtree, ddtree-chain (our path, every
+tree a chain). Keys of the records: ../README.md."""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Qwen3.6-27B's, and something that starts in seconds
+DIMENSIONS = {
+    "27b": dict(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24, num_key_value_heads=4,
+        head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, vocab_size=248320,
+    ),
+    "tiny": dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, vocab_size=4096,
+    ),
+}  # fmt: skip
+DRAFTERS = {
+    "27b": dict(num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+    "tiny": dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64),
+}
+METHODS = ("none", "chain", "ddtree", "ddtree-chain")
+SHORT, LONG = 8, 72
+
+
+def write_models(size: str, folder: Path) -> tuple[Path, Path]:
+    """config.json of a target and its drafter, from Qwen3.6's with this size's dimensions."""
+    target, draft = folder / "target", folder / "drafter"
+    dims = DIMENSIONS[size]
+    layers = dims["num_hidden_layers"]
+    common = dict(
+        torch_dtype="bfloat16", hidden_act="silu", max_position_embeddings=40960, rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    configs = {
+        target: dict(
+            dims, **common, architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", linear_conv_kernel_dim=4,
+            linear_key_head_dim=128, linear_value_head_dim=128, attn_output_gate=True, full_attention_interval=4,
+            layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True,
+                mrope_section=[11, 11, 10] if dims["head_dim"] == 256 else [3, 3, 2],
+            ),
+            mamba_ssm_dtype="float32", eos_token_id=0, bos_token_id=1, pad_token_id=0,
+        ),
+        draft: dict(
+            DRAFTERS[size], **common, architectures=["DFlashDraftModel"], model_type="qwen3", rope_theta=1e7,
+            **{name: dims[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
+            block_size=16, num_target_layers=layers,
+            dflash_config=dict(mask_token_id=3, target_layer_ids=[1, max(2, layers // 2 - 1), layers - 1 - 2 * (layers > 8)]),
+        ),
+    }  # fmt: skip
+    for path, config in configs.items():
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(config))
+    return target, draft
+
+
+def speculative_config(method: str, budget: int, drafter: Path) -> dict | None:
+    if method == "none":
+        return None
+    config = dict(model=str(drafter), draft_load_config=dict(load_format="dummy"))
+    if method == "chain":
+        return config | dict(method="dflash", num_speculative_tokens=budget)
+    return config | dict(method="ddtree", tree_budget=budget)
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        from vllm import LLM
+
+        self.args = args
+        self.vocab = DIMENSIONS[args.size]["vocab_size"]
+        target, drafter = write_models(args.size, folder)
+        begin = time.perf_counter()
+        self.llm = LLM(
+            model=str(target), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+            max_model_len=max(4096, max(args.context) + 512), max_num_seqs=max(args.batch), disable_log_stats=False,
+            gpu_memory_utilization=0.9, speculative_config=speculative_config(args.method, args.budget, drafter),
+            **json.loads(args.llm),
+        )  # fmt: skip
+        self.start_s = time.perf_counter() - begin
+
+    def generate(self, batch: int, context: int, tokens: int) -> tuple[float, int]:
+        """Seconds, and verified drafts of all requests."""
+        import torch
+        from vllm import SamplingParams
+
+        shape = dict(ddtree_shape="chain") if self.args.method == "ddtree-chain" else None
+        params = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, extra_args=shape
+        )
+        prompts = [
+            dict(prompt_token_ids=[random.randrange(10, self.vocab) for _ in range(context)])
+            for _ in range(batch)
+        ]
+        torch.cuda.synchronize()
+        before, begin = self.drafts(), time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin, self.drafts() - before
+
+    def drafts(self) -> int:
+        metrics = self.llm.get_metrics()
+        return sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_drafts")
+
+    def requests_that_fit(self, tokens: int = 4096) -> float | None:
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        config = core.scheduler.kv_cache_config
+        if core.vllm_config.model_config.max_model_len != tokens:
+            return None
+        return round(get_max_concurrency_for_kv_cache_config(core.vllm_config, config), 1)
+
+    def launches(self, batch: int, context: int) -> dict[str, float]:
+        """Calls of the CUDA driver per round, by the host."""
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        counts = {}
+        for tokens in (SHORT, SHORT + 16):
+            with torch.profiler.profile(activities=activities) as trace:
+                _, drafts = self.generate(batch, context, tokens)
+            events = trace.events()
+            launched = sum(e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")) for e in events)
+            # vLLM's copy of the output waits on an event; everything else would show here
+            waits = sum(e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for e in events)
+            rounds = drafts / batch if self.args.method != "none" else tokens
+            counts[tokens] = launched, waits, rounds
+        (l0, w0, r0), (l1, w1, r1) = counts.values()
+        return dict(
+            launches_per_round=round((l1 - l0) / (r1 - r0), 1),
+            host_syncs_per_round=round((w1 - w0) / (r1 - r0), 2),
+        )
+
+    def run(self, batch: int, context: int) -> dict:
+        self.generate(batch, context, SHORT)
+        first, _ = self.generate(batch, context, 1)
+        times = []
+        for _ in range(self.args.repeat):
+            short, short_drafts = self.generate(batch, context, SHORT)
+            long, long_drafts = self.generate(batch, context, LONG)
+            rounds = (long_drafts - short_drafts) / batch if self.args.method != "none" else LONG - SHORT
+            times.append((1e3 * (long - short) / rounds, (LONG - SHORT) / rounds))
+        times.sort()
+        ms, tokens = times[len(times) // 2]
+        return dict(
+            ms_per_round=round(ms, 3), spread=round(times[-1][0] - times[0][0], 3),
+            tokens_per_round=round(tokens, 3), tokens_per_s=round(1e3 * tokens * batch / ms, 1),
+            ttft_ms=round(1e3 * first, 1), requests_4k_that_fit=self.requests_that_fit(),
+            start_s=round(self.start_s, 1),
+            **(self.launches(batch, context) if self.args.launches else {}),
+        )  # fmt: skip
+
+
+def provenance() -> dict:
+    import torch
+    import vllm
+
+    commit = os.environ.get("DDTREE_COMMIT")
+    if not commit:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    return dict(
+        gpu=torch.cuda.get_device_name(0), vllm=vllm.__version__, torch=torch.__version__, commit=commit,
+        command=shlex.join(["python", "tests/bench/serving/rounds.py", *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--budget", type=int, default=15, help="drafted nodes, or tokens of the chain")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--size", choices=DIMENSIONS, default="27b")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--launches", action="store_true", help="also count launches and waits per round")
+    parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
+    parser.add_argument("--out", help="JSON lines file to append to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        for context in args.context:
+            for batch in args.batch:
+                line = dict(
+                    method=args.method, budget=args.budget if args.method != "none" else 0, batch=batch,
+                    context=context, model=f"Qwen3.6 dimensions {args.size}, dummy bf16 weights",
+                    **bench.run(batch, context), **provenance(),
+                )  # fmt: skip
+                print(json.dumps(line), flush=True)
+                if args.out:
+                    with open(args.out, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
