@@ -367,18 +367,22 @@ def max_tree_rows(vllm_config: "VllmConfig") -> int:
     return min(most, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def capture_sizes(vllm_config: "VllmConfig") -> list[int]:
-    """Default CUDA graph sizes of verification batches, in rows: whole requests only.
+def capture_sizes(vllm_config: "VllmConfig", drafter: bool = False) -> list[int]:
+    """Default CUDA graph sizes of verification batches, or of the drafter's, in rows: whole
+    requests only.
 
     A padding request costs a tree's rows, so small batches get every request count and larger
     ones steps of at most a quarter.
     """
     sizes = set()
     for count, last, nodes in budget_tiers(vllm_config):
+        if drafter and not nodes:
+            continue
+        rows = vllm_config.speculative_config.tree_horizon + 1 if drafter else nodes + 1
         while count < last:
-            sizes.add(count * (nodes + 1))
+            sizes.add(count * rows)
             count += 1 << max(count.bit_length() - 3, 0)
-        sizes.add(last * (nodes + 1))
+        sizes.add(last * rows)
     return sorted(sizes)
 
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import registration
-from vllm_ddtree.config import max_tree_rows
+from vllm_ddtree.config import capture_sizes, max_tree_rows
 from vllm_ddtree.trees import TreeBatch
 
 
@@ -34,6 +34,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         draft_config.speculative_config.num_speculative_tokens = (
             speculative_config.tree_horizon
         )
+        # Its own depth, whatever the number of nodes.
+        draft_config.speculative_config.num_speculative_tokens_per_batch_size = None
         super().__init__(draft_config, device)
         self._trees: TreeBatch | None = None
         # Nodes that this round's trees may have, set before the draft step's graph runs.
@@ -46,6 +48,18 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         return min(num_reqs * (self.tree_budget + 1), self._max_tree_rows)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Captured request counts are the target's; its row counts are not."""
+        target = self.vllm_config
+        compilation = copy.copy(target.compilation_config)
+        if compilation.cudagraph_capture_sizes:
+            sizes = capture_sizes(target, drafter=True)
+            compilation.cudagraph_capture_sizes = sizes
+            compilation.max_cudagraph_capture_size = sizes[-1]
+        self.vllm_config = copy.copy(target)
+        self.vllm_config.compilation_config = compilation
+        super().init_cudagraph_manager(cudagraph_mode)
 
     def _generate_draft(
         self,
