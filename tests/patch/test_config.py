@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm_trees
@@ -272,7 +273,7 @@ REFUSED = {
     ),
     "other platform": (
         ddtree(),
-        "this release of ddtree serves on the CPU, not on",
+        "ddtree serves on NVIDIA GPUs and on the CPU, not on",
         {},
         {"vllm.platforms.cpu.CpuPlatform.is_cpu": "?false"},
     ),
@@ -501,10 +502,31 @@ def test_state_block_holds_a_tree():
         config.verify_state_block(31, 31)
 
 
+def test_budgets_fall_with_the_number_of_requests():
+    from vllm_ddtree import config
+
+    def tiers(budget, requests, ranks=1):
+        return config.budget_tiers(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(tree_budget=budget),
+                scheduler_config=SimpleNamespace(max_num_seqs=requests),
+                parallel_config=SimpleNamespace(data_parallel_size=ranks),
+            )
+        )
+
+    assert tiers(63, 8) == [(1, 8, 63)]
+    assert tiers(63, 128) == [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 7), (65, 128, 0)]
+    assert tiers(255, 3) == [(1, 2, 255), (3, 3, 127)]
+    assert tiers(20, 30) == [(1, 24, 20), (25, 30, 15)]
+    assert tiers(63, 128, ranks=2) == [(1, 128, 63)]
+
+
 def test_capture_sizes_are_whole_requests(results):
     sizes = results["capture"]["value"]
-    assert {n * 32 for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)} <= set(sizes)
-    assert max(sizes) == 20 * 32
+    assert {n * 32 for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)} <= set(sizes)
+    # more than 16 requests get 15 nodes each
+    assert {17 * 16, 20 * 16} <= set(sizes)
+    assert max(sizes) == 512
     assert max(results["capture chosen"]["value"]) == 64
 
 
