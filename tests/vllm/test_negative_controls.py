@@ -92,7 +92,7 @@ def test_wrong_drafter_context_shows_in_rounds_alone(monkeypatch, base, whole):
     from vllm_ddtree import model_state
 
     monkeypatch.setattr(
-        model_state.TreeStateMixin, "accepted_first", lambda self, n: torch.arange(n)
+        model_state.TreeStateMixin, "accepted_first", lambda self: None
     )
     broken = run()
     assert_same_text(base, broken, "drafter context in tree order")

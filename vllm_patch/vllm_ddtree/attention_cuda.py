@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_ddtree.attention import attend
+from vllm_ddtree.config import is_tree
 from vllm_ddtree.step import VerifyStep, active_step
 
 
@@ -24,14 +27,26 @@ class TreeFlashAttentionMetadata(FlashAttentionMetadata):
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if not is_tree(vllm_config.speculative_config):
+            return support
+        # A graph of tree rows serves no prefills.
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         step = active_step()
+        # Without other rows the stock kernel, and so its schedule, is not used.
+        fast_build = fast_build or (step is not None and not step.has_rest)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if step is None:
             return metadata
         return TreeFlashAttentionMetadata(**vars(metadata), step=step)

@@ -308,6 +308,11 @@ def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
             f"ddtree keeps GDN states in float32, not {cache.mamba_ssm_cache_dtype}",
             "set --mamba-ssm-cache-dtype float32",
         )
+    if cache.mamba_cache_dtype not in ("auto", "float32", _dtype_name(model.dtype)):
+        _refuse(
+            f"ddtree keeps convolution states in the model's dtype or float32, not {cache.mamba_cache_dtype}",
+            "set --mamba-cache-dtype auto",
+        )
     if cache.mamba_cache_mode not in ("none", "align"):
         _refuse(
             f"ddtree does not support --mamba-cache-mode {cache.mamba_cache_mode}",
@@ -363,7 +368,8 @@ def budget_tiers(vllm_config: "VllmConfig") -> list[tuple[int, int, int]]:
 
 def max_tree_rows(vllm_config: "VllmConfig") -> int:
     """Rows of trees that a step holds, except where requests keep the budget of a smaller batch."""
-    most = max(last * (nodes + 1) for _, last, nodes in budget_tiers(vllm_config))
+    tiers = budget_tiers(vllm_config)
+    most = max(last * (nodes + 1) for _, last, nodes in tiers if nodes)
     return min(most, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
@@ -390,6 +396,10 @@ def _log() -> "logging.Logger":
     from vllm.logger import init_logger
 
     return init_logger("vllm.ddtree")
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_quantised_cache(dtype: str | None, what: str) -> None:

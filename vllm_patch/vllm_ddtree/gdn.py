@@ -153,12 +153,18 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             return
         # One slot and the plain conv window, whatever the budget.
         self.num_spec = 0
+        scheduler = vllm_config.scheduler_config
+        budget = vllm_config.speculative_config.tree_budget
         # vLLM's fused kernel for drafts needs a state per draft.
         self.enable_fused_gdn_spec_decode = False
         # Raw rows of the trees in flight, about 21 KB per row at 27B dimensions.
         # Allocated here so that vLLM's memory profiling counts it.
         self._stash_dtype = vllm_config.model_config.dtype
-        self._stash = self._new_stash(max_tree_rows(vllm_config))
+        # Whatever a graph was captured with must fit: it keeps the address.
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        most = scheduler.max_num_seqs * (budget + 1)
+        self.stash_rows = max(max_tree_rows(vllm_config), min(captured, most))
+        self._stash = self._new_stash(self.stash_rows)
         self._wide_stash: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _new_stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,13 +178,13 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
     def stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the raw inputs of `rows` rows are kept until the commit: [T', C] and
         gates f32 [T', 2, Hv], T' >= rows."""
-        if rows > self._stash[0].shape[0]:
-            # Requests that kept the budgets of a smaller batch; never captured, and
-            # graphs go on to use the other one.
-            if self._wide_stash is None or rows > self._wide_stash[0].shape[0]:
-                self._wide_stash = self._new_stash(rows)
-            return self._wide_stash
-        return self._stash
+        if rows <= self.stash_rows:
+            self._wide_stash = None
+            return self._stash
+        # Requests that kept the budgets of a smaller batch. Never captured.
+        if self._wide_stash is None or rows > self._wide_stash[0].shape[0]:
+            self._wide_stash = self._new_stash(rows)
+        return self._wide_stash
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TreeGDNBackend if self.uses_trees else super().get_attn_backend()

@@ -65,7 +65,7 @@ class TreeStateMixin(ModelState):
         )
         self._kv_layers: list[TreeKVLayer] = []
         self._gdn_layers: list[TreeGatedDeltaNet] = []
-        self._commit_plans: dict[tuple[int, int], CommitPlan] = {}
+        self._commit_plan: CommitPlan | None = None
         self._snapshot_slots: dict[int, torch.Tensor] = {}
         self._align = (
             isinstance(self, MambaHybridModelState)
@@ -101,7 +101,7 @@ class TreeStateMixin(ModelState):
         self.step = self._start_step(input_batch, num_computed_tokens)
         if self.step is not None:
             # Slot mappings are computed from linear positions by now.
-            input_batch.positions[: self.step.num_rows] += self.step.position_delta
+            input_batch.positions[: self.step.num_rows].add_(self.step.position_delta)
 
     def _start_step(
         self, input_batch: InputBatch, num_computed_tokens: torch.Tensor
@@ -182,7 +182,7 @@ class TreeStateMixin(ModelState):
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.step is not None and "positions" in inputs:
             # mrope: all three axes of a generated token advance together.
-            inputs["positions"][..., : self.step.num_rows] += self.step.position_delta
+            inputs["positions"][..., : self.step.num_rows].add_(self.step.position_delta)
         return inputs
 
     def prepare_attn(
@@ -296,11 +296,13 @@ class TreeStateMixin(ModelState):
     def _commit(self, step: VerifyStep) -> None:
         if self._align:
             self._place_snapshots(step)
-        stash = self._gdn_layers[0].stash(step.num_rows)[0] if self._gdn_layers else None
-        key = (step.query_start.data_ptr(), 0 if stash is None else stash.data_ptr())
-        if key not in self._commit_plans:
-            self._commit_plans[key] = self._plan_commit(step)
-        self._commit_plans[key].run(step.num_reqs)
+        if any(step.num_rows > layer.stash_rows for layer in self._gdn_layers[:1]):
+            # A step too large for the captured stash; its addresses are its own.
+            self._plan_commit(step).run(step.num_reqs)
+            return
+        if self._commit_plan is None:
+            self._commit_plan = self._plan_commit(step)
+        self._commit_plan.run(step.num_reqs)
 
     def _plan_commit(self, step: VerifyStep) -> CommitPlan:
         gdn = [
@@ -343,7 +345,7 @@ class TreeStateMixin(ModelState):
         self._kv_layers = find_kv_layers(context)
         self._gdn_layers = find_gdn_layers(context)
         # The commit finds these where they are: what a round needs is written here.
-        self._commit_plans = {}
+        self._commit_plan = None
         self._row_slots = torch.zeros(
             len(groups), self.max_num_tokens, dtype=torch.int64, device=self.device
         )
@@ -384,21 +386,22 @@ class TreeStateMixin(ModelState):
     def linear_positions(self, input_batch: InputBatch) -> None:
         """Undo the tree positions: the drafter reads accepted rows in order."""
         if self.step is not None:
-            input_batch.positions[: self.step.num_rows] -= self.step.position_delta
+            input_batch.positions[: self.step.num_rows].sub_(self.step.position_delta)
 
-    def accepted_first(self, num_tokens: int) -> torch.Tensor:
-        """int64 [num_tokens]: for each row the row whose hidden state belongs
+    def accepted_first(self) -> torch.Tensor | None:
+        """int64 [num_rows]: for each row of a tree the row whose hidden state belongs
         there once the accepted path is a chain. Other rows keep their own."""
-        order = torch.arange(num_tokens + 1, device=self.device)
         step = self.step
-        if step is not None and step.accepted_nodes is not None:
-            depth = torch.arange(self.horizon, device=self.device)
-            first = step.query_start[:-1, None].to(torch.int64)
-            accepted = depth < step.num_accepted[:, None]
-            # Unused places write into the extra last row.
-            target = torch.where(accepted, first + 1 + depth, num_tokens)
-            order[target] = first + step.accepted_nodes
-        return order[:num_tokens]
+        if step is None or step.accepted_nodes is None:
+            return None
+        order = torch.arange(step.num_rows + 1, device=self.device)
+        depth = torch.arange(self.horizon, device=self.device)
+        first = step.query_start[:-1, None].to(torch.int64)
+        accepted = depth < step.num_accepted[:, None]
+        # Unused places write into the extra last row.
+        target = torch.where(accepted, first + 1 + depth, step.num_rows)
+        order[target] = first + step.accepted_nodes
+        return order[:-1]
 
 
 @cache

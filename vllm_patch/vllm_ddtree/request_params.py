@@ -4,6 +4,7 @@
 import torch
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 
 logger = init_logger(__name__)
 
@@ -78,9 +79,8 @@ class RequestParams:
             min_stop_position = prompt_len + params.min_tokens
         self.node_budgets[slot] = min(budget, self.horizon) if chain else budget
         self.candidate_caps[slot] = 1 if chain else 0
-        row = torch.full((MAX_STOP_TOKENS,), -1, dtype=torch.int32)
-        row[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
-        self.stop_tokens[slot] = row.to(self.stop_tokens.device)
+        row = stops + [-1] * (MAX_STOP_TOKENS - len(stops))
+        async_tensor_h2d(row, out=self.stop_tokens[slot])
         self.min_stop_positions[slot] = min_stop_position
 
     def _wants_chain(self, params: SamplingParams) -> bool:

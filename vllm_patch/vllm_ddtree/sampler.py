@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class TreeRejectionSampler:
     """Called by the model runner in place of vLLM's rejection sampler."""
 
+    # Read by vLLM's warm-up of its kernels.
+    enable_adaptive_verification = False
+
     def __init__(self, sampler: Sampler, model_state: "TreeStateMixin") -> None:
         self.sampler = sampler
         self.model_state = model_state

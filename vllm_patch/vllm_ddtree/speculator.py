@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import registration
 from vllm_ddtree.config import capture_sizes, max_tree_rows
+from vllm_ddtree.native import library
 from vllm_ddtree.trees import TreeBatch
 
 
@@ -25,6 +26,8 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         registration.register()
+        # Loads the kernels now: not in a capture, and with a refusal before the model loads.
+        library().context(device)
         speculative_config = vllm_config.speculative_config
         self.tree_budget: int = speculative_config.tree_budget
         self._max_tree_rows = max_tree_rows(vllm_config)
@@ -54,9 +57,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         target = self.vllm_config
         compilation = copy.copy(target.compilation_config)
         if compilation.cudagraph_capture_sizes:
-            sizes = capture_sizes(target, drafter=True)
+            most = target.scheduler_config.max_num_batched_tokens
+            sizes = [n for n in capture_sizes(target, drafter=True) if n <= most]
             compilation.cudagraph_capture_sizes = sizes
-            compilation.max_cudagraph_capture_size = sizes[-1]
+            compilation.max_cudagraph_capture_size = max(sizes, default=0)
         self.vllm_config = copy.copy(target)
         self.vllm_config.compilation_config = compilation
         super().init_cudagraph_manager(cudagraph_mode)
@@ -127,10 +131,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         """As DFlash's, but returns the nodes, int64 [num_reqs, tree_budget]."""
         if not dummy_run:
             # The drafter takes a request's first rows as its accepted tokens.
-            order = self.model_state.accepted_first(last_hidden_states.shape[0])
-            last_hidden_states = last_hidden_states[order]
-            if aux_hidden_states is not None:
-                aux_hidden_states = [hidden[order] for hidden in aux_hidden_states]
+            order = self.model_state.accepted_first()
+            if order is not None:
+                for hidden in (last_hidden_states, *(aux_hidden_states or ())):
+                    hidden[: order.shape[0]] = hidden[order]
             self.model_state.linear_positions(input_batch)
             input_batch = dataclasses.replace(input_batch)
         budget = kwargs.get("num_speculative_tokens")
