@@ -66,6 +66,7 @@ class TreeStateMixin(ModelState):
         self._kv_layers: list[TreeKVLayer] = []
         self._gdn_layers: list[TreeGatedDeltaNet] = []
         self._commit_plan: CommitPlan | None = None
+        self._planned_for = 0
         self._snapshot_slots: dict[int, torch.Tensor] = {}
         self._align = (
             isinstance(self, MambaHybridModelState)
@@ -300,8 +301,9 @@ class TreeStateMixin(ModelState):
             # A step too large for the captured stash; its addresses are its own.
             self._plan_commit(step).run(step.num_reqs)
             return
-        if self._commit_plan is None:
-            self._commit_plan = self._plan_commit(step)
+        query_start = step.query_start.data_ptr()
+        if self._commit_plan is None or self._planned_for != query_start:
+            self._commit_plan, self._planned_for = self._plan_commit(step), query_start
         self._commit_plan.run(step.num_reqs)
 
     def _plan_commit(self, step: VerifyStep) -> CommitPlan:
