@@ -242,20 +242,15 @@ def test_state_at_a_crossed_boundary_is_kept(served, monkeypatch):
             for layer, slot in zip(layers, slots, strict=True)
         ]
 
-    kept, slots, rows_before = [], [], []
-    snapshots, commit = TreeStateMixin._boundary_snapshots, TreeStateMixin._commit
-
-    def watched_snapshots(self, *args):
-        tokens, slots[:] = snapshots(self, *args)
-        rows_before[:] = tokens
-        return tokens, list(slots)
+    kept = []
+    commit = TreeStateMixin._commit
 
     def watched_commit(self, step):
         commit(self, step)
+        slots = [int(self._snapshot_slots[self._groups[x.prefix]][0]) for x in layers]
         if slots[0] >= 0:
-            kept.append((int(rows_before[0]), states([int(s) for s in slots])))
+            kept.append((int(self._snapshot_tokens[0]), states(slots)))
 
-    monkeypatch.setattr(TreeStateMixin, "_boundary_snapshots", watched_snapshots)
     monkeypatch.setattr(TreeStateMixin, "_commit", watched_commit)
     params = {"temperature": 0.0, "max_tokens": 28}
     for attempt in range(12):
@@ -496,7 +491,7 @@ def boundary_by_walking(start, accepted, rows, block):
 
 
 def test_boundary_snapshots_by_hand():
-    from vllm_ddtree.model_state import TreeStateMixin
+    from vllm_ddtree.model_state import boundary_snapshots
 
     rng = np.random.default_rng()
     block, budget, num_reqs = 16, 15, 64
@@ -509,10 +504,7 @@ def test_boundary_snapshots_by_hand():
         num_accepted=torch.from_numpy(accepted.astype(np.int32)),
         query_start=torch.from_numpy(np.concatenate([[0], rows.cumsum()]).astype(np.int32)),
     )
-    state = SimpleNamespace(cache_config=SimpleNamespace(mamba_block_size=block))
-    tokens, slots = TreeStateMixin._boundary_snapshots(
-        state, step, [SimpleNamespace(block_table=torch.from_numpy(t)) for t in tables]
-    )
+    tokens, slots = boundary_snapshots(step, block, [torch.from_numpy(t) for t in tables])
     crossed = 0
     for i in range(num_reqs):
         want = boundary_by_walking(start[i], accepted[i], rows[i], block)

@@ -361,29 +361,17 @@ class TreeStateMixin(ModelState):
             }
 
     def _place_snapshots(self, step: VerifyStep) -> None:
-        """Prefix caching ("align" mode) keeps the state at each block boundary.
-        Where the accepted path crosses one, commit writes the state there too: after
-        `_snapshot_tokens` replayed rows, to each group's slot of the boundary's block,
-        -1 for none."""
-        block = self.cache_config.mamba_block_size
-        start = step.num_computed
-        end = start + step.num_accepted + 1
-        rows = step.query_start.diff()
-        boundary = end // block * block
-        running_column = (start + rows - 1) // block
-        column = boundary // block - 1
-        crosses = (boundary > start) & (column < running_column)
-        tokens = torch.where(crosses, boundary - start, 1)
-        self._snapshot_tokens[: step.num_reqs] = tokens
+        """Say where this round's commit leaves the states of crossed boundaries."""
         tables = {
             self._groups[layer.prefix]: step.attn_metadata[layer.prefix].block_table
             for layer in self._gdn_layers
         }
-        for group, table in tables.items():
-            slot = table.gather(1, column.clamp(min=0)[:, None])[:, 0]
-            # Block 0 is vLLM's null block.
-            keep = crosses & (slot > 0)
-            self._snapshot_slots[group][: step.num_reqs] = torch.where(keep, slot, -1)
+        tokens, slots = boundary_snapshots(
+            step, self.cache_config.mamba_block_size, list(tables.values())
+        )
+        self._snapshot_tokens[: step.num_reqs] = tokens
+        for group, slot in zip(tables, slots, strict=True):
+            self._snapshot_slots[group][: step.num_reqs] = slot
 
     def linear_positions(self, input_batch: InputBatch) -> None:
         """Undo the tree positions: the drafter reads accepted rows in order."""
@@ -404,6 +392,28 @@ class TreeStateMixin(ModelState):
         target = torch.where(accepted, first + 1 + depth, step.num_rows)
         order[target] = first + step.accepted_nodes
         return order[:-1]
+
+
+def boundary_snapshots(
+    step: VerifyStep, block: int, tables: list[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Prefix caching ("align" mode) keeps the state at each boundary of `block`
+    tokens. Where the accepted path crosses one, commit writes the state there too.
+    Returns the rows replayed before that, [num_reqs], and for each group's block
+    table [num_reqs, blocks] the slot of the boundary's block, -1 for none."""
+    start = step.num_computed
+    end = start + step.num_accepted + 1
+    rows = step.query_start.diff()
+    boundary = end // block * block
+    running_column = (start + rows - 1) // block
+    column = boundary // block - 1
+    crosses = (boundary > start) & (column < running_column)
+    slots = []
+    for table in tables:
+        slot = table.gather(1, column.clamp(min=0)[:, None])[:, 0]
+        # Block 0 is vLLM's null block.
+        slots.append(torch.where(crosses & (slot > 0), slot, -1))
+    return torch.where(crosses, boundary - start, 1), slots
 
 
 @cache
