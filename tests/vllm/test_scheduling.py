@@ -268,13 +268,14 @@ def test_state_at_a_crossed_boundary_is_kept(served, monkeypatch):
         pytest.fail("no boundary was inside a path")
 
     after: dict[str, int] = {}
-    stock = gdn.cpu_gdn._cpu_gdn_attention_nonspec
+    cpu_gdn = gdn._cpu_gdn()
+    stock = cpu_gdn._cpu_gdn_attention_nonspec
 
     def watched_prefill(layer, metadata, *args):
         stock(layer, metadata, *args)
         after[layer.prefix] = int(metadata.non_spec_state_indices_tensor[0])
 
-    monkeypatch.setattr(gdn.cpu_gdn, "_cpu_gdn_attention_nonspec", watched_prefill)
+    monkeypatch.setattr(cpu_gdn, "_cpu_gdn_attention_nonspec", watched_prefill)
     text = start + list(output.token_ids)
     errors = []
     for length in (BLOCK - 1, BLOCK, BLOCK + 1):
