@@ -168,16 +168,10 @@ def gdn_verify(
     lib.call("gdn_verify", params, mixed_qkv.device)
 
 
+# No optional outputs: in PyTorch 2.11 a custom op may not leave out what it mutates.
 @torch.library.custom_op(
     "ddtree::tree_accept",
-    mutates_args=(
-        "num_accepted",
-        "accepted_nodes",
-        "output_tokens",
-        "accepted_rows",
-        "next_positions",
-        "num_rejected",
-    ),
+    mutates_args=("num_accepted", "accepted_nodes", "output_tokens"),
 )
 def tree_accept(
     node_tokens: torch.Tensor | None,
@@ -192,9 +186,6 @@ def tree_accept(
     logits: torch.Tensor | None = None,
     temperatures: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
-    accepted_rows: torch.Tensor | None = None,
-    next_positions: torch.Tensor | None = None,
-    num_rejected: torch.Tensor | None = None,
 ) -> None:
     """Follow the token of each node while it names a child. The token is the
     caller's, or chosen here: node_tokens int64 [T], or processed logits [T, V]
@@ -202,9 +193,7 @@ def tree_accept(
     logits are divided by them already) and seeds int64 [n].
 
     query_start int32 [n + 1]; num_accepted int32 [n]; accepted_nodes int32
-    [n, D] and output_tokens int64 [n, D + 1], -1 padded. Optional outputs:
-    accepted_rows int32 [n, D + 1], -1 padded; next_positions int64 [n], of the
-    bonus token; num_rejected int32 [n]."""
+    [n, D] and output_tokens int64 [n, D + 1], -1 padded."""
     lib = library()
     n = num_accepted.shape[0]
     params = lib.params("ddt_tree_accept_params")
@@ -218,9 +207,6 @@ def tree_accept(
     params.num_accepted = lib.pointer(num_accepted, "int32_t", torch.int32)
     params.accepted_nodes = lib.pointer(accepted_nodes, "int32_t", torch.int32)
     params.output_tokens = lib.pointer(output_tokens, "int64_t", torch.int64)
-    params.accepted_rows = lib.pointer(accepted_rows, "int32_t", torch.int32)
-    params.next_positions = lib.pointer(next_positions, "int64_t", torch.int64)
-    params.num_rejected = lib.pointer(num_rejected, "int32_t", torch.int32)
     lib.call("tree_accept", params, num_accepted.device)
 
 

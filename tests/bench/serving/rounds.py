@@ -91,12 +91,12 @@ class Bench:
         self.vocab = DIMENSIONS[args.size]["vocab_size"]
         target, drafter = write_models(args.size, folder)
         begin = time.perf_counter()
-        self.llm = LLM(
+        arguments = dict(
             model=str(target), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
             max_model_len=max(4096, max(args.context) + 512), max_num_seqs=max(args.batch), disable_log_stats=False,
             gpu_memory_utilization=0.9, speculative_config=speculative_config(args.method, args.budget, drafter),
-            **json.loads(args.llm),
         )  # fmt: skip
+        self.llm = LLM(**(arguments | json.loads(args.llm)))
         self.start_s = time.perf_counter() - begin
 
     def generate(self, batch: int, context: int, tokens: int) -> tuple[float, int]:
