@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,33 @@ TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 NEAR_TIE = 0.125
 # The whole matrix, or the part of it that fits into CI.
 FULL = os.environ.get("DDTREE_TEST_FULL") == "1"
+
+
+@cache
+def on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def platform_settings() -> dict[str, Any]:
+    """Arguments of every engine. On a GPU CUDA graphs, unless DDTREE_TEST_EAGER=1; DDTREE_TEST_LLM
+    holds more arguments as JSON."""
+    if not on_gpu():
+        return {"enforce_eager": True}
+    settings = {
+        # A trained model's states, as trees keep them: the nano target's config leaves it open.
+        "mamba_ssm_cache_dtype": "float32",
+        # Without FlashInfer, and without Inductor, which takes longer than the tests.
+        "gdn_prefill_backend": "triton",
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        # Engines follow each other in one process: no profiling of free memory.
+        "kv_cache_memory_bytes": 1 << 30,
+    }
+    if os.environ.get("DDTREE_TEST_EAGER") == "1":
+        settings["enforce_eager"] = True
+        del settings["compilation_config"]
+    return settings | json.loads(os.environ.get("DDTREE_TEST_LLM", "{}"))
 
 
 @dataclass(frozen=True)
@@ -55,6 +83,7 @@ def record(**values: Any) -> None:
 
         about = {"vllm": vllm.__version__, "torch": torch.__version__}
         about["commit"] = os.environ.get("DDTREE_COMMIT", "")
+        about["device"] = torch.cuda.get_device_name() if on_gpu() else "cpu"
         with open(path, "a") as out:
             out.write(json.dumps({**values, **about}) + "\n")
 
@@ -86,9 +115,9 @@ class _Margins:
         self._top_p: torch.Tensor | None = None
 
     def wrap_filter(self, apply: Any) -> Any:
-        def remembering(logits, k, p):
+        def remembering(logits, k, p, **kwargs):
             self._unfiltered, self._top_p = logits.float().clone(), p
-            return apply(logits, k, p)
+            return apply(logits, k, p, **kwargs)
 
         return remembering
 
@@ -167,8 +196,8 @@ class _Margins:
             _, second = self._best(sample, rest, *options, **kwargs)
             droppable = filtered & droppable.gather(1, token[:, None])[:, 0]
             margins = torch.where(droppable, 0.0, (first - second) * scale)
-            for i, margin in enumerate(margins.tolist()):
-                self.by_key[int(seed[idx[i]]), int(pos[i])] = margin
+            keys = zip(seed[idx].tolist(), pos.tolist(), strict=True)
+            self.by_key.update(zip(keys, margins.tolist(), strict=True))
             return token
 
         return recording
@@ -192,8 +221,8 @@ class Engine:
             "max_model_len": 512,
             "max_num_seqs": 4,
             "seed": 0,
-            "enforce_eager": True,
             "disable_log_stats": False,
+            **platform_settings(),
             **config,
         }
         if speculative is not None:
@@ -209,19 +238,29 @@ class Engine:
         if self._margins is not None:
             sampler.gumbel_sample = self._margins.wrap_sample(self._stock[0])
             sampler.apply_top_k_top_p = self._margins.wrap_filter(self._stock[1])
-        self.llm = LLM(**self.config)
+        try:
+            self.llm = LLM(**self.config)
+        except BaseException:
+            self._restore()
+            raise
         runner = self.runner
         # V1 would serve too, without a tree and without a word.
         assert "Runner" in type(runner).__name__ and hasattr(runner, "req_states")
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        self._restore()
+
+    def _restore(self) -> None:
+        """Leave the process as it was, also where an engine did not start."""
+        from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.v1.worker.gpu.sample import sampler
 
         sampler.gumbel_sample, sampler.apply_top_k_top_p = self._stock
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
         gc.collect()
+        cleanup_dist_env_and_memory()
 
     @property
     def runner(self) -> Any:

@@ -49,9 +49,8 @@ def with_causal_mask(monkeypatch, module):
         step = start(self, *args)
         if step is not None:
             rows = [(2 << i) - 1 for i in range(BUDGET + 1)]
-            step.trees.ancestor_bits[: step.num_reqs, :, 0] = torch.tensor(
-                rows, dtype=torch.int32
-            )
+            bits = step.trees.ancestor_bits
+            bits[: step.num_reqs, :, 0] = bits.new_tensor(rows)
         return step
 
     monkeypatch.setattr(module.TreeStateMixin, "_start_step", causal)
@@ -61,11 +60,12 @@ def with_first_rows_committed(monkeypatch, module):
     commit = module.TreeStateMixin._commit
 
     def first_rows(self, step):
-        path = step.accepted_nodes
-        rows = torch.arange(1, path.shape[1] + 1, dtype=torch.int32)
-        step.accepted_nodes = torch.where(path >= 0, rows, -1)
+        # In place: the commit knows it by its address.
+        path = step.accepted_nodes.clone()
+        rows = torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=path.device)
+        step.accepted_nodes.copy_(torch.where(path >= 0, rows, -1))
         commit(self, step)
-        step.accepted_nodes = path
+        step.accepted_nodes.copy_(path)
 
     monkeypatch.setattr(module.TreeStateMixin, "_commit", first_rows)
 
