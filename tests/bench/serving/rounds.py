@@ -144,13 +144,15 @@ class Bench:
             launched = sum(e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")) for e in events)
             # vLLM's copy of the output waits on an event; everything else would show here
             waits = sum(e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for e in events)
+            copies = sum(e.name.startswith("Memcpy DtoH") for e in events)
             rounds = drafts / batch if self.args.method != "none" else tokens
-            counts[tokens] = launched, waits, rounds
-        (l0, w0, r0), (l1, w1, r1) = counts.values()
-        return dict(
-            launches_per_round=round((l1 - l0) / (r1 - r0), 1),
-            host_syncs_per_round=round((w1 - w0) / (r1 - r0), 2),
-        )
+            counts[tokens] = launched, waits, copies, rounds
+        before, after = counts.values()
+        names = ("launches_per_round", "host_syncs_per_round", "copies_to_host_per_round")
+        rounds = after[-1] - before[-1]
+        return {
+            name: round((b - a) / rounds, 2) for name, a, b in zip(names, before, after, strict=False)
+        }
 
     def run(self, batch: int, context: int) -> dict:
         self.generate(batch, context, SHORT)
