@@ -163,7 +163,7 @@ def test_parameters_hold(base, served):
     assert 16 < len(late) and not set(late[:-1]) & set(prompt())
 
 
-def check_logprobs(want: list[dict], got: list[dict], positions: int) -> None:
+def check_logprobs(want: list[dict], got: list[dict], positions: int, most_likely: int) -> None:
     """The same tokens with the same values, but for single bf16 steps of two logits;
     tokens may change places where their values are that close. DESIGN.md F13 has what
     vLLM's own chain moves them by."""
@@ -175,7 +175,9 @@ def check_logprobs(want: list[dict], got: list[dict], positions: int) -> None:
         differences += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
         for mine, other in ((a, b), (b, a)):
             for token in mine.keys() - other.keys():
-                assert mine[token] <= min(other.values()) + 2 * NEAR_TIE, (j, token)
+                # The token that was sampled or given may be far below the most likely ones.
+                last = sorted(other.values(), reverse=True)[most_likely - 1]
+                assert mine[token] <= last + 2 * NEAR_TIE, (j, token)
     assert max(differences) <= 2 * NEAR_TIE
     assert statistics.median(differences) <= 0.02
 
@@ -203,7 +205,7 @@ def test_logprobs_belong_to_their_tokens(base, tree):
             if "temperature" not in params and "presence_penalty" not in params:
                 assert entries[token] == max(entries.values())
         length = common_length(a, b)
-        check_logprobs(a.logprobs, b.logprobs, length)
+        check_logprobs(a.logprobs, b.logprobs, length, params["logprobs"])
         accepted = sum(len(r.sampled) - 1 for r in watch.of(i))
         checked += length if accepted else 0
     assert checked > 2 * MAX_TOKENS, "too little of it was accepted from drafts"
@@ -214,7 +216,9 @@ def test_prompt_logprobs(base, tree):
     got = all_logprobs(tree).outputs[-1]
     assert len(want.prompt_logprobs) == len(prompts(1, first=2 + len(LOGPROBS) - 1)[0]) - 1
     assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
-    check_logprobs(want.prompt_logprobs, got.prompt_logprobs, len(want.prompt_logprobs))
+    check_logprobs(
+        want.prompt_logprobs, got.prompt_logprobs, len(want.prompt_logprobs), LOGPROBS[-1]["prompt_logprobs"]
+    )
 
 
 WRONG = {

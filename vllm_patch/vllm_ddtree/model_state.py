@@ -76,15 +76,18 @@ class TreeStateMixin(ModelState):
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
         # Slots are reused, and rows can be scheduled before the first draft:
-        # until then the tree is its root.
-        self.slot_trees.num_nodes[req_index] = 1
-        self.slot_trees.parents[req_index, 0] = -1
-        self.slot_trees.depths[req_index, 0] = 0
-        self.slot_trees.first_child[req_index, 0] = -1
-        self.slot_trees.ancestor_bits[req_index, 0] = 0
-        self.slot_trees.ancestor_bits[req_index, 0, 0] = 1
-        self.slot_trees.ancestors[req_index, 0] = -1
-        self.slot_trees.ancestors[req_index, 0, 0] = 0
+        # until then the tree is its root. `fill_` does not wait for the GPU, where
+        # assigning a number to an element would.
+        root = (req_index, 0)
+        trees = self.slot_trees
+        trees.num_nodes[req_index].fill_(1)
+        trees.parents[root].fill_(-1)
+        trees.depths[root].zero_()
+        trees.first_child[root].fill_(-1)
+        trees.ancestor_bits[root].zero_()
+        trees.ancestor_bits[root][0].fill_(1)
+        trees.ancestors[root].fill_(-1)
+        trees.ancestors[root][0].zero_()
         self.request_params.add_request(
             req_index, new_req_data.sampling_params, new_req_data.prompt_len
         )

@@ -77,11 +77,11 @@ class RequestParams:
             # Output token i (from 0) has position prompt_len + i; stop tokens
             # are masked while fewer than min_tokens tokens precede them.
             min_stop_position = prompt_len + params.min_tokens
-        self.node_budgets[slot] = min(budget, self.horizon) if chain else budget
-        self.candidate_caps[slot] = 1 if chain else 0
+        self.node_budgets[slot].fill_(min(budget, self.horizon) if chain else budget)
+        self.candidate_caps[slot].fill_(1 if chain else 0)
         row = stops + [-1] * (MAX_STOP_TOKENS - len(stops))
         async_tensor_h2d(row, out=self.stop_tokens[slot])
-        self.min_stop_positions[slot] = min_stop_position
+        self.min_stop_positions[slot].fill_(min_stop_position)
 
     def _wants_chain(self, params: SamplingParams) -> bool:
         shape = (params.extra_args or {}).get(SHAPE_ARG, "tree")
