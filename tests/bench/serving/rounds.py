@@ -174,7 +174,7 @@ class Bench:
         )  # fmt: skip
 
 
-def provenance() -> dict:
+def provenance(script: str = "rounds.py") -> dict:
     import torch
     import vllm
 
@@ -183,8 +183,8 @@ def provenance() -> dict:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     return dict(
-        gpu=torch.cuda.get_device_name(0), vllm=vllm.__version__, torch=torch.__version__, commit=commit,
-        command=shlex.join(["python", "tests/bench/serving/rounds.py", *sys.argv[1:]]),
+        gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none", vllm=vllm.__version__, torch=torch.__version__, commit=commit,
+        command=shlex.join(["python", f"tests/bench/serving/{script}", *sys.argv[1:]]),
     )  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of a trained pair on held-out prompts: no speculation, vLLM's DFlash chains, our trees.
+
+    python tests/bench/serving/text.py --chain 3 7 15 --budget 7 15 31 63 --batch 1 4 16 --temperature 0 1 --out text.jsonl
+
+One engine after another in this process. A batch is that many requests in flight: the next prompt starts when one ends,
+and its prefill is in the time. Keys of the records: ../README.md."""
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+
+from rounds import provenance
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+class Served:
+    """One engine, alive until `close`."""
+
+    def __init__(self, args: argparse.Namespace, method: str, size: int) -> None:
+        from vllm import LLM
+
+        arguments = dict(
+            model=args.target, max_num_seqs=max(args.batch), max_model_len=1024, enable_prefix_caching=False,
+            disable_log_stats=False, seed=0, mamba_ssm_cache_dtype="float32", kv_cache_memory_bytes=4 << 30,
+        )  # fmt: skip
+        if method == "chain":
+            arguments["speculative_config"] = dict(
+                model=args.drafter, method="dflash", num_speculative_tokens=size
+            )
+        elif method != "none":
+            arguments["speculative_config"] = dict(model=args.drafter, method="ddtree", tree_budget=size)
+        self.shape = dict(ddtree_shape="chain") if method == "ddtree-chain" else None
+        self.llm = LLM(**(arguments | json.loads(args.llm)))
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _rounds(self) -> int:
+        metrics = self.llm.get_metrics()
+        return sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_drafts")
+
+    def run(self, prompts: list[list[int]], batch: int, temperature: float, tokens: int) -> dict:
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        waiting = list(enumerate(prompts))
+        running = made = 0
+        rounds, begin = self._rounds(), time.perf_counter()
+        while waiting or running:
+            while waiting and running < batch:
+                i, prompt = waiting.pop(0)
+                params = SamplingParams(
+                    temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True, extra_args=self.shape
+                )
+                engine.add_request(f"{id(prompts)}-{i}", dict(prompt_token_ids=prompt), params)
+                running += 1
+            for output in engine.step():
+                if output.finished:
+                    made += len(output.outputs[0].token_ids)
+                    running -= 1
+        seconds = time.perf_counter() - begin
+        # Without speculation every token is a round, but for the one of the prefill.
+        rounds = self._rounds() - rounds or made - len(prompts)
+        return dict(
+            ms_per_round=round(1e3 * seconds * batch / rounds, 3),
+            tokens_per_round=round((made - len(prompts)) / rounds, 3),
+            tokens_per_s=round(made / seconds, 1), rounds=rounds, tokens=made,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(MODELS / "target"))
+    parser.add_argument("--drafter", default=str(MODELS / "drafter"))
+    parser.add_argument("--chain", type=int, nargs="*", default=[3, 7, 15], help="drafted tokens of vLLM's chain")
+    parser.add_argument("--budget", type=int, nargs="*", default=[7, 15, 31, 63], help="nodes of our trees")
+    parser.add_argument("--our-chain", type=int, nargs="*", default=[], help="drafted tokens of trees that are chains")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=64, help="per 16 requests in flight; at least 8")
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
+    parser.add_argument("--out", help="JSON lines file to append to")
+    args = parser.parse_args()
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(args.target) / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in json.loads((MODELS / "prompts.json").read_text())]
+    prompts = [tokenizer.encode(text).ids for text in texts[: args.prompts]]
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engines = [("none", 0), *(("chain", k) for k in args.chain)]
+    engines += [*(("ddtree-chain", k) for k in args.our_chain), *(("ddtree", b) for b in args.budget)]
+    for method, size in engines:
+        served = Served(args, method, size)
+        served.run(prompts[: max(args.batch)], max(args.batch), 0.0, 16)
+        for batch in args.batch:
+            some = prompts[: max(8, args.prompts * batch // 16)]
+            served.run(some[:batch], batch, 1.0, 8)
+            for temperature in args.temperature:
+                line = dict(
+                    method=method, budget=size, batch=batch, temperature=temperature,
+                    context=round(sum(map(len, some)) / len(some)), prompts=len(some),
+                    model="nano pair" if Path(args.target) == MODELS / "target" else args.target,
+                    **served.run(some, batch, temperature, args.tokens), **provenance("text.py"),
+                )  # fmt: skip
+                print(json.dumps(line), flush=True)
+                if args.out:
+                    with open(args.out, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+        served.close()
+
+
+if __name__ == "__main__":
+    main()
