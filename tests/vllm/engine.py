@@ -39,8 +39,9 @@ def platform_settings() -> dict[str, Any]:
         # Without FlashInfer, and without Inductor, which takes longer than the tests.
         "gdn_prefill_backend": "triton",
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        # Engines follow each other in one process: no profiling of free memory.
+        # Small, so that engines follow each other quickly, and may share the card.
         "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.3,
     }
     if os.environ.get("DDTREE_TEST_EAGER") == "1":
         settings["enforce_eager"] = True
