@@ -366,6 +366,11 @@ def budget_tiers(vllm_config: "VllmConfig") -> list[tuple[int, int, int]]:
     return tiers
 
 
+def max_trees(vllm_config: "VllmConfig") -> int:
+    """Requests that a step may verify with the whole budget; vLLM's warm-up verifies no more."""
+    return budget_tiers(vllm_config)[0][1]
+
+
 def max_tree_rows(vllm_config: "VllmConfig") -> int:
     """Rows of trees that a step holds, except where requests keep the budget of a smaller batch."""
     tiers = budget_tiers(vllm_config)
