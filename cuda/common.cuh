@@ -45,6 +45,13 @@ __device__ __forceinline__ void store_f32(const ddt_cuda_view &view, int64_t off
   }
 }
 
+// Entry i of a vector of i32 or i64.
+__device__ __forceinline__ int64_t load_index(const ddt_cuda_view &view, int64_t i) {
+  const int64_t offset = i * view.strides[0];
+  if (view.dtype == DDT_CUDA_I64) return static_cast<const int64_t *>(view.data)[offset];
+  return static_cast<const int32_t *>(view.data)[offset];
+}
+
 // ---- the row rule of ddtree.h
 
 struct RequestRows {

@@ -11,6 +11,7 @@
 #include "params/tree_attention.h"
 #include "params/tree_attention_sm90.h"
 #include "params/tree_build.h"
+#include "params/tree_gather.h"
 #include "params/tree_mask.h"
 
 #endif

@@ -19,6 +19,13 @@ constexpr uint32_t NONFINITE_BIT = 1u << 31;
 // DDT_FLAG_* of ddtree.h
 constexpr uint32_t FLAG_NO_CANDIDATES = 1, FLAG_NONFINITE = 2, FLAG_CANDIDATES_EXHAUSTED = 4;
 
+// The tree that request r writes, negative for none.
+__device__ __forceinline__ int64_t tree_of(const ddt_cuda_tree_build &p, int r) {
+  if (p.tree_index.data == nullptr) return r;
+  const int64_t tree = load_index(p.tree_index, r);
+  return tree < p.tree.num_reqs ? tree : -1;
+}
+
 // What one request asks for, made safe.
 struct Request {
   int budget;       // negative for a padding request
@@ -28,6 +35,7 @@ struct Request {
   __device__ Request(const ddt_cuda_tree_build &p, int r) {
     const int largest = p.tree.max_nodes - 1;
     budget = p.node_budgets ? min(p.node_budgets[r], largest) : largest;
+    if (tree_of(p, r) < 0) budget = -1;
     const int depth_cap = p.depth_caps ? max(p.depth_caps[r], 0) : p.tree.max_depth;
     depth_limit = max(min(min(p.num_rows, depth_cap), budget), 0);
     const int cap = p.candidate_caps ? p.candidate_caps[r] : 0;
@@ -411,8 +419,10 @@ __device__ __forceinline__ void build(const ddt_cuda_tree_build &p, int r, const
     shared.flags = 0;
   }
   __syncthreads();
+  const int64_t tree = tree_of(p, r);
+  if (tree < 0) return;
   const auto pop_rank = [](int node) { return node; };
-  write_tree(p.tree, r, shared.num_nodes, shared.topology, root_position, shared.flags, pop_rank, nullptr);
+  write_tree(p.tree, tree, shared.num_nodes, shared.topology, root_position, shared.flags, pop_rank, nullptr);
 }
 
 // ---- from logits: the child list of each depth

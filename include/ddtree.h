@@ -402,7 +402,33 @@ typedef struct ddt_tree_build_params {
   size_t workspace_bytes;
   // Where the trees go.
   struct ddt_tree *tree;
+  // `[B]` i32 or i64, optional: the B requests of this call write trees `tree_index[0]` to
+  // `tree_index[B - 1]` of the R, all different, and a negative one none. What is `[R]` above
+  // is then `[B]`, and the other trees stay as they are.
+  struct ddt_tensor tree_index;
 } ddt_tree_build_params;
+
+// Parameters of ddt_tree_gather. B = trees to gather, T = rows.
+typedef struct ddt_tree_gather_params {
+  // sizeof(ddt_tree_gather_params).
+  uint32_t struct_size;
+  // Must be 0.
+  uint32_t flags;
+  // Reads num_nodes, every field that tree has, and depths with positions.
+  struct ddt_tree *source;
+  // Where the trees go: R >= B, max_nodes at most that of source, the same max_depth.
+  struct ddt_tree *tree;
+  // `[B]` i32 or i64: tree i becomes source's tree `tree_index[i]`; negative = padding request.
+  struct ddt_tensor tree_index;
+  // `[B + 1]` rows as for ddt_tree_attention_params: a tree keeps no more nodes than it has
+  // rows.
+  const int32_t *query_start;
+  // `[T]` i64, optional, in place: a node's row, `query_start[i]` + node, gets
+  // `depth - node` added, which turns consecutive positions into those of a tree.
+  struct ddt_tensor positions;
+  // `[axes,T]` i64, optional, in place: the same on every axis of multimodal rotary positions.
+  struct ddt_tensor mrope_positions;
+} ddt_tree_gather_params;
 
 // Parameters of ddt_tree_mask.
 typedef struct ddt_tree_mask_params {
@@ -651,13 +677,15 @@ ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
 // backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
 // pop order. NaN, +inf and -inf scores mean "never".
 //
-// Writes: every field of tree that is not NULL. Scores are looked at, and flagged in tree.flags,
-// down to the smallest of node_budget, depth_cap, max_depth and L.
+// Writes: every field of tree that is not NULL, for the trees that tree_index names. Scores are
+// looked at, and flagged in tree.flags, down to the smallest of node_budget, depth_cap, max_depth
+// and L.
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
-// candidates and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither
-// of logits and candidates; a budget, cap, scale or position out of range; a token twice at one
-// depth). DDT_UNSUPPORTED (unknown flags, seeds).
+// candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
+// (both or neither of logits and candidates; a budget, cap, scale or position out of range; a
+// token twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown
+// flags, seeds).
 DDT_NODISCARD
 ddt_status ddt_tree_build(const struct ddt_context *context,
                           const struct ddt_tree_build_params *params,
@@ -672,6 +700,24 @@ DDT_NODISCARD
 ddt_status ddt_tree_build_workspace_size(const struct ddt_context *context,
                                          const struct ddt_tree_build_params *params,
                                          size_t *out);
+
+// Brings trees of a batch into the order of another one, and the positions of their rows from
+// those of a chain to those of the tree.
+//
+// A tree keeps its first max_nodes nodes, and no more than it has rows; links to later nodes stay
+// (see ddt_tree_attention_params). Trees from B on become padding requests.
+//
+// Writes: of tree num_nodes, and every other field that is not NULL for the gathered trees,
+// padding included; what a padding request has there stays. Positions.
+//
+// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT, DDT_INVALID_DTYPE.
+// DDT_INVALID_SHAPE (more trees to gather than tree has, trees that differ in max_depth, a source
+// with shorter rows). DDT_INVALID_VALUE (a tree that is not there, num_nodes, a depth or a row out
+// of range). DDT_UNSUPPORTED (unknown flags).
+DDT_NODISCARD
+ddt_status ddt_tree_gather(const struct ddt_context *context,
+                           const struct ddt_tree_gather_params *params,
+                           void *stream);
 
 // Lays out trees that the caller built: renumbers each to depth-first preorder and derives every
 // field of ddt_tree from the parents.

@@ -10,7 +10,7 @@
 //! 4. [`commit`]: replay the accepted path into the recurrent state and compact the KV cache.
 //!
 //! [`tree_mask`] turns any parent array into the same tree layout. The C ABI of the same
-//! operations is `include/ddtree.h`, generated from [`ffi`].
+//! operations, and of one that reorders batches, is `include/ddtree.h`, generated from [`ffi`].
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used))]
 
 #[cfg(not(target_pointer_width = "64"))]

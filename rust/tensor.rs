@@ -308,6 +308,20 @@ impl<'a> TensorRef<'a> {
         unsafe { self.element(self.layout.offset(index)).cast::<i32>().read() }
     }
 
+    /// The i32 or i64 value at `index`. Panics outside of the shape.
+    #[inline]
+    pub fn get_i64(&self, index: &[usize]) -> i64 {
+        let source = self.element(self.layout.offset(index));
+        // SAFETY: the index was checked, so the element lies in the view's memory.
+        unsafe {
+            match self.layout.dtype {
+                DType::I32 => source.cast::<i32>().read().into(),
+                DType::I64 => source.cast::<i64>().read(),
+                other => unreachable!("get_i64 of {}", other.name()),
+            }
+        }
+    }
+
     /// Widens elements `start..start + out.len()` of a floating-point vector to f32.
     /// Panics if that leaves the vector.
     #[inline]
@@ -476,6 +490,15 @@ impl<'a> TensorMut<'a> {
     #[inline]
     pub fn transposed(self) -> TensorMut<'a> {
         TensorMut { layout: self.layout.transposed(), ..self }
+    }
+
+    /// Adds `value` to the i64 element at `index`, wrapping around. Panics outside of the shape.
+    #[inline]
+    pub fn add_i64(&mut self, index: &[usize], value: i64) {
+        assert_eq!(self.layout.dtype, DType::I64);
+        let target = self.data.wrapping_add(self.layout.offset(index) * size_of::<i64>()).cast::<i64>();
+        // SAFETY: the index was checked, so the element lies in the view's memory.
+        unsafe { target.write(target.read().wrapping_add(value)) };
     }
 
     /// Rounds `values` (half to even) to elements `start..start + values.len()` of a

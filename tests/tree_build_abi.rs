@@ -71,6 +71,7 @@ impl Arguments {
             workspace: null_mut(),
             workspace_bytes: 0,
             tree,
+            tree_index: ABSENT,
         }
     }
 
@@ -187,6 +188,42 @@ proptest! {
             prop_assert_eq!(last_error(), "");
             prop_assert_eq!(&buffers, &TreeBuffers::expected(MAX_NODES, MAX_DEPTH, &trees));
         }
+    }
+
+    #[test]
+    fn an_index_names_the_trees_that_are_written(
+        ((r, l, v), arguments, logits) in batch(),
+        trees in Just((0i64..7).collect::<Vec<_>>()).prop_shuffle(),
+        skipped in prop::array::uniform5(prop::bool::weighted(0.2)),
+        is_wide: bool,
+    ) {
+        // every other entry is not the index's
+        let mut index = vec![99i64; 2 * r];
+        for i in 0..r {
+            index[2 * i] = if skipped[i] { -1 - trees[i] } else { trees[i] };
+        }
+        let narrow: Vec<i32> = index.iter().map(|&tree| tree as i32).collect();
+        let mut tree_index = if is_wide { tensor(&index, &[2 * r]) } else { tensor(&narrow, &[2 * r]) };
+        (tree_index.shape[0], tree_index.strides[0]) = (r as i64, 2);
+
+        let built: Vec<_> = (0..r)
+            .map(|r| {
+                let logits = TensorRef::new(&logits[r * l * v..(r + 1) * l * v], &[l, v]).unwrap();
+                arguments.expected(r, &DraftScores::Logits { logits, max_candidates: 0 })
+            })
+            .collect();
+        let built = TreeBuffers::expected(MAX_NODES, MAX_DEPTH, &built);
+        let mut expected = TreeBuffers::poisoned(7, MAX_NODES, MAX_DEPTH);
+        for i in (0..r).filter(|&i| !skipped[i]) {
+            expected.copy_tree(trees[i] as usize, &built, i);
+        }
+        let mut buffers = TreeBuffers::poisoned(7, MAX_NODES, MAX_DEPTH);
+        let mut tree = buffers.raw();
+        let params = ddt_tree_build_params {
+            logits: tensor(&logits, &[r, l, v]), tree_index, ..arguments.params(&mut tree)
+        };
+        prop_assert_eq!(build(&params), DDT_OK, "{}", last_error());
+        prop_assert_eq!(&buffers, &expected);
     }
 
     #[test]
@@ -307,6 +344,28 @@ fn values_out_of_range_are_refused() {
         with(|p| p.seeds = p.root_positions.cast()),
         DDT_UNSUPPORTED,
         "seeds: got a pointer, want NULL (reserved)",
+    );
+    const INDEX: [i64; 2] = [1, 1];
+    check(
+        with(|p| p.tree_index = tensor(&INDEX, &[2])),
+        value,
+        "tree_index[1]: got 1 a second time, want different trees",
+    );
+    check(
+        with(|p| p.tree_index = tensor(&[0i32, 2], &[2])),
+        value,
+        "tree_index[1]: got 2, want less than 2 (tree.num_reqs)",
+    );
+    check(with(|p| p.tree_index = tensor(&INDEX, &[2, 1])), shape, "tree_index ndim: got 2, want 1");
+    check(
+        with(|p| p.tree_index = tensor(&INDEX[..1], &[1])),
+        shape,
+        "logits shape[0]: got 2, want 1 (as tree_index)",
+    );
+    check(
+        with(|p| p.tree_index = tensor(&[0.0f32, 1.0], &[2])),
+        DDT_INVALID_DTYPE,
+        "tree_index dtype: got f32, want i32 or i64",
     );
     let null_pointer = DDT_NULL_POINTER;
     check(with(|p| p.root_tokens = null()), null_pointer, "root_tokens: got NULL, want a pointer");
@@ -477,7 +536,10 @@ fn parameter_structs_of_other_versions() {
     assert_eq!(run(known + 16, garbage_behind), DDT_OK);
     assert_eq!(run(known + 24, garbage_behind), DDT_UNSUPPORTED);
     assert_eq!(run(known + 64, last_byte), DDT_UNSUPPORTED);
-    for size in [0, 4, known - 8, known + 4, known + 1, 5000, u32::MAX] {
+    // an older one, without tree_index
+    let least = std::mem::offset_of!(ddt_tree_build_params, tree_index) as u32;
+    assert_eq!(run(least, [0; 64]), DDT_OK);
+    for size in [0, 4, least - 8, known + 4, known + 1, 5000, u32::MAX] {
         assert_eq!(run(size, [0; 64]), DDT_INVALID_STRUCT, "{size}");
         assert!(
             last_error().starts_with(&format!("tree_build: params.struct_size: got {size}, want {known} "))

@@ -54,6 +54,8 @@ struct ddt_cuda_tree_build {
   int32_t vector;
   int32_t lists_in_shared;
   int32_t reserved;
+  // [B] i32 or i64, absent: B = R, and each request writes its own tree. What is [R] below is [B].
+  struct ddt_cuda_view tree_index;
   // [L], or NULL
   const float *depth_scales;
   // [R]; all but the first two may be NULL

@@ -17,6 +17,7 @@ mod params;
 pub(crate) mod tree_accept;
 pub(crate) mod tree_attention;
 pub(crate) mod tree_build;
+pub(crate) mod tree_gather;
 pub(crate) mod tree_mask;
 mod view;
 
@@ -37,6 +38,7 @@ pub(crate) use fatbins::ARCHS;
 pub(crate) struct Kernels {
     pub(crate) tree_build: tree_build::Kernels,
     pub(crate) tree_mask: tree_mask::Kernels,
+    pub(crate) tree_gather: tree_gather::Kernels,
     pub(crate) tree_attention: tree_attention::Kernels,
     pub(crate) gdn_verify: gdn_verify::Kernels,
     pub(crate) tree_accept: tree_accept::Kernels,
@@ -48,6 +50,7 @@ impl Kernels {
         Ok(Self {
             tree_build: tree_build::Kernels::load(&modules.load("tree_build")?)?,
             tree_mask: tree_mask::Kernels::load(&modules.load("tree_mask")?)?,
+            tree_gather: tree_gather::Kernels::load(&modules.load("tree_gather")?)?,
             tree_attention: tree_attention::Kernels::load(
                 &modules.load("tree_attention")?,
                 modules.load_for("tree_attention_sm90", (9, 0))?.as_ref(),

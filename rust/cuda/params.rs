@@ -808,6 +808,7 @@ pub struct ddt_cuda_tree_build {
     pub vector: i32,
     pub lists_in_shared: i32,
     pub reserved: i32,
+    pub tree_index: ddt_cuda_view,
     pub depth_scales: *const f32,
     pub root_tokens: *const i32,
     pub root_positions: *const i64,
@@ -830,7 +831,7 @@ pub struct ddt_cuda_tree_build {
 const _: () = {
     [
         "Size of ddt_cuda_tree_build",
-    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 480usize];
+    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 528usize];
     [
         "Alignment of ddt_cuda_tree_build",
     ][::std::mem::align_of::<ddt_cuda_tree_build>() - 8usize];
@@ -883,56 +884,114 @@ const _: () = {
         "Offset of field: ddt_cuda_tree_build::reserved",
     ][::std::mem::offset_of!(ddt_cuda_tree_build, reserved) - 236usize];
     [
+        "Offset of field: ddt_cuda_tree_build::tree_index",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree_index) - 240usize];
+    [
         "Offset of field: ddt_cuda_tree_build::depth_scales",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_scales) - 240usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_scales) - 288usize];
     [
         "Offset of field: ddt_cuda_tree_build::root_tokens",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_tokens) - 248usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_tokens) - 296usize];
     [
         "Offset of field: ddt_cuda_tree_build::root_positions",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_positions) - 256usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, root_positions) - 304usize];
     [
         "Offset of field: ddt_cuda_tree_build::node_budgets",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, node_budgets) - 264usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, node_budgets) - 312usize];
     [
         "Offset of field: ddt_cuda_tree_build::depth_caps",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_caps) - 272usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, depth_caps) - 320usize];
     [
         "Offset of field: ddt_cuda_tree_build::candidate_caps",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_caps) - 280usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_caps) - 328usize];
     [
         "Offset of field: ddt_cuda_tree_build::stop_tokens",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_tokens) - 288usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_tokens) - 336usize];
     [
         "Offset of field: ddt_cuda_tree_build::stop_min_depths",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 296usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 344usize];
     [
         "Offset of field: ddt_cuda_tree_build::arrived",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 304usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 352usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 312usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 360usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_sum",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 320usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 368usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_usable",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 328usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 376usize];
     [
         "Offset of field: ddt_cuda_tree_build::block_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 336usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 384usize];
     [
         "Offset of field: ddt_cuda_tree_build::lists",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 344usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 392usize];
     [
         "Offset of field: ddt_cuda_tree_build::keys",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 352usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 400usize];
     [
         "Offset of field: ddt_cuda_tree_build::columns",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 360usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 408usize];
     [
         "Offset of field: ddt_cuda_tree_build::tree",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 368usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 416usize];
+};
+pub const DDT_CUDA_TREE_GATHER_THREADS: _bindgen_ty_9 = 256;
+pub type _bindgen_ty_9 = ::std::os::raw::c_uint;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ddt_cuda_tree_gather {
+    pub source: ddt_cuda_tree,
+    pub tree: ddt_cuda_tree,
+    pub tree_index: ddt_cuda_view,
+    pub query_start: *const i32,
+    pub positions: ddt_cuda_view,
+    pub mrope_positions: ddt_cuda_view,
+    pub num_trees: i32,
+    pub num_rows: i32,
+    pub num_axes: i32,
+    pub reserved: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of ddt_cuda_tree_gather",
+    ][::std::mem::size_of::<ddt_cuda_tree_gather>() - 392usize];
+    [
+        "Alignment of ddt_cuda_tree_gather",
+    ][::std::mem::align_of::<ddt_cuda_tree_gather>() - 8usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::source",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, source) - 0usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::tree",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, tree) - 112usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::tree_index",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, tree_index) - 224usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::query_start",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, query_start) - 272usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::positions",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, positions) - 280usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::mrope_positions",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, mrope_positions) - 328usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::num_trees",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, num_trees) - 376usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::num_rows",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, num_rows) - 380usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::num_axes",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, num_axes) - 384usize];
+    [
+        "Offset of field: ddt_cuda_tree_gather::reserved",
+    ][::std::mem::offset_of!(ddt_cuda_tree_gather, reserved) - 388usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

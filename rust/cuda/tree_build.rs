@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::ffi::ddt_tree_build_params;
 use crate::ffi::ptr::{self, TreeDims};
 use crate::ffi::tree::TreeOutput;
-use crate::ffi::tree_build::{BatchScores, check_scalars};
+use crate::ffi::tree_build::{BatchScores, batch, check_scalars};
 use crate::tree::MAX_DEPTH;
 
 const SUMMARIZE_THREADS: u32 = 256;
@@ -67,11 +67,11 @@ struct Extents {
 }
 
 impl Extents {
-    fn new(scores: &BatchScores<'_>, max_candidates: i32, dims: TreeDims) -> Self {
+    fn new(scores: &BatchScores<'_>, max_candidates: i32, dims: TreeDims, num_reqs: usize) -> Self {
         let budget = dims.max_nodes - 1;
         let rows = scores.num_depths().min(dims.max_depth).min(budget).min(MAX_DEPTH);
         let of = |vocab: usize, lists_per_row, list_capacity, has_columns| Self {
-            num_reqs: dims.num_reqs,
+            num_reqs,
             rows,
             chunks: vocab.div_ceil(DDT_CUDA_TREE_BUILD_CHUNK as usize),
             blocks: vocab.div_ceil(DDT_CUDA_TREE_BUILD_BLOCK as usize),
@@ -158,8 +158,9 @@ pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_tree_build_p
     unsafe {
         let (_, dims) = ptr::tree(params.tree)?;
         check_scalars(params)?;
-        let scores = BatchScores::new(params, dims.num_reqs)?;
-        Ok(Offsets::new(&Extents::new(&scores, params.max_candidates, dims)).bytes)
+        let (_, num_reqs) = batch(params, dims)?;
+        let scores = BatchScores::new(params, num_reqs)?;
+        Ok(Offsets::new(&Extents::new(&scores, params.max_candidates, dims, num_reqs)).bytes)
     }
 }
 
@@ -173,15 +174,15 @@ pub(crate) unsafe fn launch(
     stream: *mut c_void,
 ) -> Result<()> {
     // SAFETY: the caller's promise; device pointers are only checked.
-    let (tree, dims, scores) = unsafe {
+    let (tree, dims, tree_index, num_reqs, scores) = unsafe {
         let (tree, dims) = ptr::tree(params.tree)?;
         TreeOutput::new(&tree, dims)?;
         check_scalars(params)?;
-        (tree, dims, BatchScores::new(params, dims.num_reqs)?)
+        let (tree_index, num_reqs) = batch(params, dims)?;
+        (tree, dims, tree_index, num_reqs, BatchScores::new(params, num_reqs)?)
     };
-    let extents = Extents::new(&scores, params.max_candidates, dims);
+    let extents = Extents::new(&scores, params.max_candidates, dims, num_reqs);
     let offsets = Offsets::new(&extents);
-    let num_reqs = dims.num_reqs;
     let num_stop_tokens = num_reqs * params.max_stop_tokens as usize;
     let per_request = |pointer, name| ptr::optional_device_array(pointer, num_reqs, name);
     let mut kernel_params = ddt_cuda_tree_build {
@@ -201,6 +202,7 @@ pub(crate) unsafe fn launch(
         vector: 0,
         lists_in_shared: 0,
         reserved: 0,
+        tree_index: View::optional(tree_index.as_ref()),
         depth_scales: ptr::optional_device_array(params.depth_scales, scores.num_depths(), "depth_scales")?,
         root_tokens: ptr::device_array(params.root_tokens, num_reqs, "root_tokens")?,
         root_positions: ptr::device_array(params.root_positions, num_reqs, "root_positions")?,

@@ -9,6 +9,7 @@ use super::ptr::{self, TreeDims};
 use super::status::ddt_status;
 use super::tree::TreeOutput;
 use super::types::ddt_tree_build_params;
+use crate::dtype::DType;
 use crate::error::{Error, Result, bail};
 use crate::tensor::TensorRef;
 use crate::tree_build::{
@@ -21,13 +22,15 @@ use crate::tree_build::{
 /// backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
 /// pop order. NaN, +inf and -inf scores mean "never".
 ///
-/// Writes: every field of tree that is not NULL. Scores are looked at, and flagged in tree.flags,
-/// down to the smallest of node_budget, depth_cap, max_depth and L.
+/// Writes: every field of tree that is not NULL, for the trees that tree_index names. Scores are
+/// looked at, and flagged in tree.flags, down to the smallest of node_budget, depth_cap, max_depth
+/// and L.
 ///
 /// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
-/// candidates and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE (both or neither
-/// of logits and candidates; a budget, cap, scale or position out of range; a token twice at one
-/// depth). DDT_UNSUPPORTED (unknown flags, seeds).
+/// candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
+/// (both or neither of logits and candidates; a budget, cap, scale or position out of range; a
+/// token twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown
+/// flags, seeds).
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_tree_build(
@@ -105,6 +108,7 @@ impl<'a> BatchScores<'a> {
             let want = if has_candidates { "0 with candidate_tokens" } else { ">= 0" };
             bail!(InvalidValue, "max_candidates: got {}, want {want}", params.max_candidates);
         }
+        let what = if ptr::is_absent(&params.tree_index) { "num_reqs" } else { "as tree_index" };
         // SAFETY: the caller's promise, for every tensor.
         unsafe {
             if !has_candidates {
@@ -117,14 +121,14 @@ impl<'a> BatchScores<'a> {
                     }
                 }
                 let logits = ptr::tensor(&params.logits, 3, "logits")?;
-                logits.want_dim("logits", 0, num_reqs, "num_reqs")?;
+                logits.want_dim("logits", 0, num_reqs, what)?;
                 check_logits(&logits)?;
                 return Ok(Self::Logits { logits, max_candidates: params.max_candidates as usize });
             }
             let tokens = ptr::tensor(&params.candidate_tokens, 3, "candidate_tokens")?;
             let scores = ptr::tensor(&params.candidate_scores, 3, "candidate_scores")?;
             let transitions = ptr::optional_tensor(&params.transition_scores, 4, "transition_scores")?;
-            tokens.want_dim("candidate_tokens", 0, num_reqs, "num_reqs")?;
+            tokens.want_dim("candidate_tokens", 0, num_reqs, what)?;
             check_lattice(&tokens, &scores, transitions.as_ref())?;
             Ok(Self::Lattice { tokens, scores, transitions })
         }
@@ -151,9 +155,28 @@ impl<'a> BatchScores<'a> {
     }
 }
 
+/// tree_index, and how many requests the call has: R without one.
+///
+/// # Safety
+/// The elements of the tensor must be readable.
+pub(crate) unsafe fn batch<'a>(
+    params: &ddt_tree_build_params,
+    dims: TreeDims,
+) -> Result<(Option<TensorRef<'a>>, usize)> {
+    // SAFETY: the caller's promise.
+    let index = unsafe { ptr::optional_tensor(&params.tree_index, 1, "tree_index")? };
+    let Some(index) = index else {
+        return Ok((None, dims.num_reqs));
+    };
+    index.want_dtype("tree_index", &[DType::I32, DType::I64])?;
+    Ok((Some(index), index.shape()[0]))
+}
+
 /// Everything that a call reads.
 struct Inputs<'a> {
     num_reqs: usize,
+    /// The tree of each request, `None` where nothing is to be written.
+    trees: Vec<Option<usize>>,
     max_nodes: usize,
     max_depth: usize,
     scores: BatchScores<'a>,
@@ -173,10 +196,14 @@ impl<'a> Inputs<'a> {
     /// What the parameters point to must be as the header says.
     unsafe fn new(params: &ddt_tree_build_params, dims: TreeDims) -> Result<Self> {
         check_scalars(params)?;
-        let num_reqs = dims.num_reqs;
         let num_stop_tokens = params.max_stop_tokens as usize;
         // SAFETY: the caller's promise, for every pointer.
         unsafe {
+            let (index, num_reqs) = batch(params, dims)?;
+            let trees = match index {
+                None => (0..num_reqs).map(Some).collect(),
+                Some(index) => named_trees(&index, dims.num_reqs)?,
+            };
             let scores = BatchScores::new(params, num_reqs)?;
             let num_depths = scores.num_depths();
             let depth_scales = ptr::optional_input(params.depth_scales, num_depths, "depth_scales")?;
@@ -185,6 +212,7 @@ impl<'a> Inputs<'a> {
             }
             Ok(Self {
                 num_reqs,
+                trees,
                 max_nodes: dims.max_nodes,
                 max_depth: dims.max_depth,
                 scores,
@@ -231,6 +259,29 @@ impl<'a> Inputs<'a> {
     }
 }
 
+/// What tree_index says: trees of the batch, each at most once.
+fn named_trees(index: &TensorRef<'_>, num_trees: usize) -> Result<Vec<Option<usize>>> {
+    let mut is_named = vec![false; num_trees];
+    (0..index.shape()[0])
+        .map(|i| {
+            let tree = index.get_i64(&[i]);
+            if tree < 0 {
+                return Ok(None);
+            }
+            let Some(is_named) = usize::try_from(tree).ok().and_then(|tree| is_named.get_mut(tree)) else {
+                bail!(
+                    InvalidValue,
+                    "tree_index[{i}]: got {tree}, want less than {num_trees} (tree.num_reqs)"
+                );
+            };
+            if std::mem::replace(is_named, true) {
+                bail!(InvalidValue, "tree_index[{i}]: got {tree} a second time, want different trees");
+            }
+            Ok(Some(tree as usize))
+        })
+        .collect()
+}
+
 /// # Safety
 /// What the parameters point to must be as the header says.
 unsafe fn run(params: &ddt_tree_build_params) -> Result<()> {
@@ -240,9 +291,11 @@ unsafe fn run(params: &ddt_tree_build_params) -> Result<()> {
         (TreeOutput::new(&tree, dims)?, Inputs::new(params, dims)?)
     };
     // all requests first: an error in the last one must leave the first one's row alone
-    let trees = (0..inputs.num_reqs).map(|r| inputs.build(r)).collect::<Result<Vec<_>>>()?;
-    for (r, built) in trees.iter().enumerate() {
-        out.write(r, &built.tree, built.flags);
+    let built = (0..inputs.num_reqs)
+        .map(|r| inputs.trees[r].map(|tree| Ok((tree, inputs.build(r)?))).transpose())
+        .collect::<Result<Vec<_>>>()?;
+    for (tree, built) in built.iter().flatten() {
+        out.write(*tree, &built.tree, built.flags);
     }
     Ok(())
 }

@@ -176,6 +176,34 @@ pub struct ddt_tree_build_params {
     pub workspace_bytes: usize,
     /// Where the trees go.
     pub tree: *mut ddt_tree,
+    /// `[B]` i32 or i64, optional: the B requests of this call write trees `tree_index[0]` to
+    /// `tree_index[B - 1]` of the R, all different, and a negative one none. What is `[R]` above
+    /// is then `[B]`, and the other trees stay as they are.
+    pub tree_index: ddt_tensor,
+}
+
+/// Parameters of ddt_tree_gather. B = trees to gather, T = rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ddt_tree_gather_params {
+    /// sizeof(ddt_tree_gather_params).
+    pub struct_size: u32,
+    /// Must be 0.
+    pub flags: u32,
+    /// Reads num_nodes, every field that tree has, and depths with positions.
+    pub source: *mut ddt_tree,
+    /// Where the trees go: R >= B, max_nodes at most that of source, the same max_depth.
+    pub tree: *mut ddt_tree,
+    /// `[B]` i32 or i64: tree i becomes source's tree `tree_index[i]`; negative = padding request.
+    pub tree_index: ddt_tensor,
+    /// `[B + 1]` rows as for ddt_tree_attention_params: a tree keeps no more nodes than it has
+    /// rows.
+    pub query_start: *const i32,
+    /// `[T]` i64, optional, in place: a node's row, `query_start[i]` + node, gets
+    /// `depth - node` added, which turns consecutive positions into those of a tree.
+    pub positions: ddt_tensor,
+    /// `[axes,T]` i64, optional, in place: the same on every axis of multimodal rotary positions.
+    pub mrope_positions: ddt_tensor,
 }
 
 /// Parameters of ddt_tree_mask.
@@ -418,7 +446,8 @@ macro_rules! versioned {
 versioned! {
     ddt_context_params: offset_of!(ddt_context_params, device);
     ddt_tree: offset_of!(ddt_tree, tokens);
-    ddt_tree_build_params: size_of::<ddt_tree_build_params>();
+    ddt_tree_build_params: offset_of!(ddt_tree_build_params, tree_index);
+    ddt_tree_gather_params: offset_of!(ddt_tree_gather_params, positions);
     ddt_tree_mask_params: size_of::<ddt_tree_mask_params>();
     ddt_tree_attention_params: offset_of!(ddt_tree_attention_params, workspace);
     ddt_gdn_verify_params: offset_of!(ddt_gdn_verify_params, workspace);

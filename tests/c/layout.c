@@ -32,7 +32,13 @@ AT(ddt_tree_build_params, candidate_caps, 368);
 AT(ddt_tree_build_params, max_stop_tokens, 384);
 AT(ddt_tree_build_params, max_candidates, 388);
 AT(ddt_tree_build_params, tree, 424);
-SIZE(ddt_tree_build_params, 432);
+AT(ddt_tree_build_params, tree_index, 432);
+SIZE(ddt_tree_build_params, 512);
+
+AT(ddt_tree_gather_params, tree, 16);
+AT(ddt_tree_gather_params, query_start, 104);
+AT(ddt_tree_gather_params, mrope_positions, 192);
+SIZE(ddt_tree_gather_params, 272);
 
 AT(ddt_tree_mask_params, num_nodes, 16);
 AT(ddt_tree_mask_params, tree, 64);

@@ -99,6 +99,40 @@ impl TreeBuffers {
         all
     }
 
+    /// Tree `to` becomes tree `from` of a batch with the same max_depth and rows that are at least as
+    /// long.
+    pub fn copy_tree(&mut self, to: usize, source: &Self, from: usize) {
+        fn copy<T: Copy>(
+            out: &mut [T],
+            source: &[T],
+            nodes: [usize; 2],
+            widths: [usize; 2],
+            trees: [usize; 2],
+        ) {
+            for node in 0..nodes[0] {
+                for k in 0..widths[0] {
+                    out[(trees[0] * nodes[0] + node) * widths[0] + k] =
+                        source[(trees[1] * nodes[1] + node) * widths[1] + k];
+                }
+            }
+        }
+        let (nodes, trees) = ([self.max_nodes, source.max_nodes], [to, from]);
+        let places = [self.max_depth + 1; 2];
+        let words = nodes.map(|nodes| nodes.div_ceil(32));
+        self.num_nodes[to] = source.num_nodes[from];
+        self.flags[to] = source.flags[from];
+        copy(&mut self.tokens, &source.tokens, nodes, [1; 2], trees);
+        copy(&mut self.parents, &source.parents, nodes, [1; 2], trees);
+        copy(&mut self.depths, &source.depths, nodes, [1; 2], trees);
+        copy(&mut self.first_child, &source.first_child, nodes, [1; 2], trees);
+        copy(&mut self.next_sibling, &source.next_sibling, nodes, [1; 2], trees);
+        copy(&mut self.subtree_end, &source.subtree_end, nodes, [1; 2], trees);
+        copy(&mut self.pop_ranks, &source.pop_ranks, nodes, [1; 2], trees);
+        copy(&mut self.positions, &source.positions, nodes, [1; 2], trees);
+        copy(&mut self.ancestors, &source.ancestors, nodes, places, trees);
+        copy(&mut self.ancestor_bits, &source.ancestor_bits, nodes, words, trees);
+    }
+
     /// The C view of these arrays, good until they move.
     pub fn raw(&mut self) -> ddt_tree {
         ddt_tree {

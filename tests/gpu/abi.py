@@ -38,7 +38,7 @@ def call(op: str, params: Any, device: str | torch.device, ctx: Any = None, chec
     The workspace lives until PyTorch's allocator sees no more use of it on that stream."""
     library_, device = lib(), torch.device(device)
     ctx = context(device.type) if ctx is None else ctx
-    if device.type == "cuda" and op != "tree_mask":
+    if device.type == "cuda" and op not in ("tree_mask", "tree_gather"):
         size = library_.ffi.new("size_t *")
         library_.check(getattr(library_.lib, f"ddt_{op}_workspace_size")(ctx, params, size))
         if size[0]:

@@ -42,6 +42,8 @@ class Case:
     stop_tokens: list[list[int]] | None = None
     depth_scales: list[float] | None = None
     max_candidates: int = 0
+    # int32 or int64; the shape is that of all trees then
+    tree_index: torch.Tensor | None = None
 
 
 class Output:
@@ -140,6 +142,9 @@ class Call:
             self.keep.append(scales)
             params.depth_scales = abi.f32_pointer(scales)
         params.max_candidates = case.max_candidates
+        if case.tree_index is not None:
+            self.keep.append(move(case.tree_index, device))
+            lib.fill_tensor(params.tree_index, self.keep[-1])
 
     def _i32(self, values: list[int]) -> Any:
         self.keep.append(torch.tensor(values, dtype=torch.int32, device=self.device))
@@ -339,6 +344,20 @@ def test_many_requests(rng: random.Random) -> None:
 
 def test_no_requests(rng: random.Random) -> None:
     check(make(rng, 0, 4, 130))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_an_index_names_the_trees(rng: random.Random, dtype: torch.dtype) -> None:
+    for case in (make(rng, 5, 6, 3000), make_lattice(rng, 5, 6, 8, True)):
+        shape = replace(case.shape, num_reqs=9)
+        index = torch.tensor(rng.sample(range(9), 5), dtype=dtype)
+        index[rng.randrange(5)] = -1
+        strided = index.repeat_interleave(3)[::3]
+        case = replace(case, shape=shape, tree_index=strided)
+        want = check(case)
+        # what is not there is skipped on a GPU
+        far = torch.where(strided < 0, 2**31 - 1, strided)
+        build(replace(case, tree_index=far), DEVICE).assert_same(want)
 
 
 def test_requests_that_share_scores(rng: random.Random) -> None:

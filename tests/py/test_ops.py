@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-import vllm_ddtree.ops  # noqa: F401  (defines the ops)
+from vllm_ddtree.ops import tree_gather
 from vllm_ddtree.trees import TreeBatch, TreeShape
 
 VOCAB, HORIZON, NODES = 97, 6, 16
@@ -51,16 +51,32 @@ def test_storage_holds_every_field():
     assert trees.positions.dtype == torch.int64
 
 
-def test_gather_and_scatter_move_whole_requests():
-    trees = built()
+def test_trees_of_slots_come_back_in_batch_order():
+    torch.manual_seed(5)
+    args = build_args(built().storage)
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    torch.ops.ddtree.tree_build(*args[:7], trees.storage, *args[8:])
+
     slots = TreeBatch.zeros(TreeShape(7, NODES, HORIZON), torch.device("cpu"))
-    trees.scatter_to(slots, torch.tensor([4, 1]))
+    slots.storage.fill_(-7)
+    index = torch.tensor([[4, 0], [1, 0]])[:, 0]
+    torch.ops.ddtree.tree_build(*args[:7], slots.storage, 7, NODES, HORIZON, index)
+    assert (slots.tokens[[0, 2, 3, 5, 6]] == -7).all()
+    slots.num_nodes[[0, 2, 3, 5, 6]] = 0
+
     back = TreeBatch.zeros(SHAPE, torch.device("cpu"))
     back.storage.fill_(-7)
-    back.gather_from(slots, torch.tensor([4, 1]))
-    for ours, theirs in zip(back.fields(), trees.fields(), strict=True):
-        assert (ours[:2] == theirs[:2]).all()
-    assert back.num_nodes[2] == 0
+    rows = int(trees.num_nodes[0])
+    positions = torch.arange(rows + 3)
+    axes = positions.repeat(3, 1)
+    tree_gather(slots, back, index, i32(0, rows, rows + 2), positions, axes)
+    assert back.num_nodes.tolist() == [rows, min(2, int(trees.num_nodes[1])), 0]
+    for name in SHAPE.field_sizes():
+        if name != "num_nodes":
+            assert (getattr(back, name)[:2] == getattr(trees, name)[:2]).all(), name
+    assert positions[:rows].tolist() == trees.depths[0, :rows].tolist()
+    assert positions[rows + 2] == rows + 2
+    assert (axes == positions).all()
 
 
 def test_candidate_cap_of_one_is_the_greedy_chain():

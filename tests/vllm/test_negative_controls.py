@@ -31,29 +31,26 @@ def without_kv_moves(monkeypatch, module):
 
 
 def with_linear_positions(monkeypatch, module):
-    start = module.TreeStateMixin._start_step
+    gather = module.TreeStateMixin._gather_trees
 
-    def linear(self, *args):
-        step = start(self, *args)
-        if step is not None:
-            step.position_delta = torch.zeros_like(step.position_delta)
-        return step
+    def linear(self, step, input_batch, mrope_positions):
+        kept = input_batch.positions.clone()
+        gather(self, step, input_batch, None)
+        input_batch.positions.copy_(kept)
 
-    monkeypatch.setattr(module.TreeStateMixin, "_start_step", linear)
+    monkeypatch.setattr(module.TreeStateMixin, "_gather_trees", linear)
 
 
 def with_causal_mask(monkeypatch, module):
-    start = module.TreeStateMixin._start_step
+    gather = module.TreeStateMixin._gather_trees
 
-    def causal(self, *args):
-        step = start(self, *args)
-        if step is not None:
-            rows = [(2 << i) - 1 for i in range(BUDGET + 1)]
-            bits = step.trees.ancestor_bits
-            bits[: step.num_reqs, :, 0] = bits.new_tensor(rows)
-        return step
+    def causal(self, step, *args):
+        gather(self, step, *args)
+        rows = [(2 << i) - 1 for i in range(BUDGET + 1)]
+        bits = step.trees.ancestor_bits
+        bits[: step.num_reqs, :, 0] = bits.new_tensor(rows)
 
-    monkeypatch.setattr(module.TreeStateMixin, "_start_step", causal)
+    monkeypatch.setattr(module.TreeStateMixin, "_gather_trees", causal)
 
 
 def with_first_rows_committed(monkeypatch, module):
@@ -92,7 +89,7 @@ def test_wrong_drafter_context_shows_in_rounds_alone(monkeypatch, base, whole):
     from vllm_ddtree import model_state
 
     monkeypatch.setattr(
-        model_state.TreeStateMixin, "accepted_first", lambda self: None
+        model_state.TreeStateMixin, "accepted_first", lambda self, *args: None
     )
     broken = run()
     assert_same_text(base, broken, "drafter context in tree order")

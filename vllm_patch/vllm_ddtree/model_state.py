@@ -21,13 +21,16 @@ from vllm_ddtree import trace
 from vllm_ddtree.attention import TreeKVLayer, find_kv_layers
 from vllm_ddtree.config import verify_state_block
 from vllm_ddtree.gdn import TreeGatedDeltaNet, find_gdn_layers
-from vllm_ddtree.ops import CommitPlan
+from vllm_ddtree.ops import CommitPlan, tree_gather
 from vllm_ddtree.request_params import RequestParams
 from vllm_ddtree.sampler import TreeRejectionSampler
 from vllm_ddtree.step import VerifyStep, building
 from vllm_ddtree.trees import TreeBatch, TreeShape
 
 logger = init_logger(__name__)
+
+# Steps without a CUDA graph have their tensors anywhere.
+MAX_MOVE_PLANS = 64
 
 
 class TreeStateMixin(ModelState):
@@ -67,6 +70,9 @@ class TreeStateMixin(ModelState):
         self._gdn_layers: list[TreeGatedDeltaNet] = []
         self._commit_plan: CommitPlan | None = None
         self._planned_for = 0
+        # Moves of the drafter's inputs, by where these are.
+        self._move_plans: dict[tuple[Any, ...], CommitPlan] = {}
+        self._own_rows = torch.arange(self.max_num_tokens, device=self.device)
         self._snapshot_slots: dict[int, torch.Tensor] = {}
         self._align = (
             isinstance(self, MambaHybridModelState)
@@ -103,9 +109,6 @@ class TreeStateMixin(ModelState):
             input_batch, block_tables, kv_cache_config, num_computed_tokens
         )
         self.step = self._start_step(input_batch, num_computed_tokens)
-        if self.step is not None:
-            # Slot mappings are computed from linear positions by now.
-            input_batch.positions[: self.step.num_rows].add_(self.step.position_delta)
 
     def _start_step(
         self, input_batch: InputBatch, num_computed_tokens: torch.Tensor
@@ -124,36 +127,14 @@ class TreeStateMixin(ModelState):
                 "have one row per draft and one for the root"
             )
         idx_mapping = input_batch.idx_mapping[:num_reqs]
-        trees = self.batch_trees
-        trees.gather_from(self.slot_trees, idx_mapping)
-        # The scheduler may have cut the list of nodes.
-        query_start = input_batch.query_start_loc[: num_reqs + 1]
-        rows = query_start.diff()
-        num_nodes = trees.num_nodes[:num_reqs]
-        torch.minimum(num_nodes, rows, out=num_nodes)
-
-        num_rows = int(input_batch.query_start_loc_np[num_reqs])
-        request_of_row = torch.repeat_interleave(
-            torch.arange(num_reqs, device=self.device), rows, output_size=num_rows
-        )
-        node_of_row = (
-            torch.arange(num_rows, device=self.device) - query_start[request_of_row]
-        )
-        depth = trees.depths[request_of_row, node_of_row]
-        position_delta = torch.where(
-            node_of_row < num_nodes[request_of_row], depth - node_of_row, 0
-        )
         fresh = input_batch.num_computed_tokens_np[:num_reqs] == 0
         return VerifyStep(
-            trees=trees,
+            trees=self.batch_trees,
             num_reqs=num_reqs,
-            num_rows=num_rows,
+            num_rows=int(input_batch.query_start_loc_np[num_reqs]),
             req_ids=input_batch.req_ids[:num_reqs],
-            query_start=query_start,
+            query_start=input_batch.query_start_loc[: num_reqs + 1],
             idx_mapping=idx_mapping,
-            request_of_row=request_of_row,
-            node_of_row=node_of_row,
-            position_delta=position_delta,
             num_computed=num_computed_tokens[idx_mapping].to(torch.int64),
             fresh_reqs=np.nonzero(fresh)[0].tolist(),
             has_rest=input_batch.num_reqs > num_reqs,
@@ -166,7 +147,6 @@ class TreeStateMixin(ModelState):
         if num_rows <= num_reqs:
             return None
         self.batch_trees.num_nodes.zero_()
-        rows = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         return VerifyStep(
             trees=self.batch_trees,
             num_reqs=num_reqs,
@@ -174,20 +154,34 @@ class TreeStateMixin(ModelState):
             req_ids=input_batch.req_ids,
             query_start=input_batch.query_start_loc[: num_reqs + 1],
             idx_mapping=input_batch.idx_mapping,
-            request_of_row=rows,
-            node_of_row=rows,
-            position_delta=rows,
-            num_computed=rows[:num_reqs],
+            num_computed=input_batch.idx_mapping,
             fresh_reqs=[],
             has_rest=False,
         )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> Any:
         inputs = super().prepare_inputs(input_batch, req_states)
-        if self.step is not None and "positions" in inputs:
-            # mrope: all three axes of a generated token advance together.
-            inputs["positions"][..., : self.step.num_rows].add_(self.step.position_delta)
+        if self.step is not None:
+            # Slot mappings and attention metadata are computed from linear positions by
+            # now. With mrope all three axes of a generated token advance together.
+            self._gather_trees(self.step, input_batch, inputs.get("positions"))
         return inputs
+
+    def _gather_trees(
+        self,
+        step: VerifyStep,
+        input_batch: InputBatch,
+        mrope_positions: torch.Tensor | None,
+    ) -> None:
+        """Bring the step's trees and their rows' positions to where the model reads."""
+        tree_gather(
+            self.slot_trees,
+            step.trees,
+            step.idx_mapping,
+            step.query_start,
+            input_batch.positions,
+            mrope_positions,
+        )
 
     def prepare_attn(
         self,
@@ -252,10 +246,11 @@ class TreeStateMixin(ModelState):
         trees = self.batch_trees
         num_reqs = input_batch.num_reqs
         shape = trees.shape
-        trees.num_nodes[step.num_reqs : num_reqs] = 1
-        trees.first_child[step.num_reqs : num_reqs, 0] = -1
+        if step.has_rest:
+            trees.num_nodes[step.num_reqs : num_reqs] = 1
+            trees.first_child[step.num_reqs : num_reqs, 0] = -1
         if invalid_rows is not None:
-            nodes = (step.request_of_row, step.node_of_row)
+            nodes = step.nodes()
             trees.tokens[nodes] = torch.where(
                 invalid_rows[: step.num_rows], -1, trees.tokens[nodes]
             )
@@ -376,25 +371,33 @@ class TreeStateMixin(ModelState):
         for group, slot in zip(tables, slots, strict=True):
             self._snapshot_slots[group][: step.num_reqs] = slot
 
-    def linear_positions(self, input_batch: InputBatch) -> None:
-        """Undo the tree positions: the drafter reads accepted rows in order."""
-        if self.step is not None:
-            input_batch.positions[: self.step.num_rows].sub_(self.step.position_delta)
-
-    def accepted_first(self) -> torch.Tensor | None:
-        """int64 [num_rows]: for each row of a tree the row whose hidden state belongs
-        there once the accepted path is a chain. Other rows keep their own."""
+    def accepted_first(
+        self, positions: torch.Tensor, hidden_states: list[torch.Tensor]
+    ) -> None:
+        """Move what accepted rows have, int64 [T] and [T, hidden] each, to the first rows
+        of their request, where the drafter expects a chain."""
         step = self.step
         if step is None or step.accepted_nodes is None:
-            return None
-        order = torch.arange(step.num_rows + 1, device=self.device)
-        depth = torch.arange(self.horizon, device=self.device)
-        first = step.query_start[:-1, None].to(torch.int64)
-        accepted = depth < step.num_accepted[:, None]
-        # Unused places write into the extra last row.
-        target = torch.where(accepted, first + 1 + depth, step.num_rows)
-        order[target] = first + step.accepted_nodes
-        return order[:-1]
+            return
+        tensors = [positions.view(torch.int32).view(-1, 2), *hidden_states]
+        key = (step.query_start.data_ptr(), *((x.data_ptr(), len(x)) for x in tensors))
+        plan = self._move_plans.get(key)
+        if plan is None:
+            if len(self._move_plans) == MAX_MOVE_PLANS:
+                self._move_plans.clear()
+            # To the commit each tensor is a cache with a token per row, of which one half
+            # is its key and the other its value.
+            halves = [x[:, None, None].chunk(2, dim=-1) for x in tensors]
+            plan = self._move_plans[key] = CommitPlan(
+                step.trees,
+                [],
+                [(key_half, value_half, self._own_rows) for key_half, value_half in halves],
+                step.query_start,
+                self._num_accepted,
+                self._accepted_nodes,
+                None,
+            )
+        plan.run(step.num_reqs)
 
 
 def boundary_snapshots(

@@ -34,6 +34,10 @@ _DTYPE_NAMES = {
 }
 
 
+# They need no workspace, and have no query for its size.
+_WITHOUT_WORKSPACE = ("tree_mask", "tree_gather")
+
+
 def _cuda_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -146,7 +150,7 @@ class Library:
         """Run operation `op` on the device's current stream, with workspace from
         PyTorch's allocator, which keeps it until the stream has passed the call."""
         context = self.context(device)
-        if device.type == "cuda" and op != "tree_mask":
+        if device.type == "cuda" and op not in _WITHOUT_WORKSPACE:
             size = self.ffi.new("size_t *")
             query = getattr(self.lib, f"ddt_{op}_workspace_size")
             self.check(query(context, params, size))

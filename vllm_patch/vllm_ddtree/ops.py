@@ -51,17 +51,19 @@ def tree_build(
     num_reqs: int,
     max_nodes: int,
     max_depth: int,
+    tree_index: torch.Tensor | None = None,
 ) -> None:
     """Best-first trees from the drafter's logits.
 
-    logits [n, L, V] f32/f16/bf16, n <= num_reqs; root_tokens, node_budgets,
-    candidate_caps, stop_min_depths int32 [n]; root_positions int64 [n];
-    stop_tokens int32 [n, S], -1 padded. The first n trees are written."""
+    logits [n, L, V] f32/f16/bf16; root_tokens, node_budgets, candidate_caps,
+    stop_min_depths int32 [n]; root_positions int64 [n]; stop_tokens int32 [n, S], -1
+    padded. Request i writes tree tree_index[i], int32 or int64 [n], and none where
+    that is negative; without it the first n trees are written."""
     lib = library()
-    n = logits.shape[0]
     params = lib.params("ddt_tree_build_params")
     shape = TreeShape(num_reqs, max_nodes, max_depth)
-    topology = describe(lib, tree, shape, n)
+    written = logits.shape[0] if tree_index is None else num_reqs
+    topology = describe(lib, tree, shape, written)
     lib.fill_tensor(params.logits, logits)
     params.root_tokens = lib.pointer(root_tokens, "int32_t", torch.int32)
     params.root_positions = lib.pointer(root_positions, "int64_t", torch.int64)
@@ -71,7 +73,33 @@ def tree_build(
     params.max_stop_tokens = stop_tokens.shape[1]
     params.stop_min_depths = lib.pointer(stop_min_depths, "int32_t", torch.int32)
     params.tree = topology
+    lib.fill_tensor(params.tree_index, tree_index)
     lib.call("tree_build", params, logits.device)
+
+
+def tree_gather(
+    source: TreeBatch,
+    trees: TreeBatch,
+    tree_index: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    mrope_positions: torch.Tensor | None = None,
+) -> None:
+    """Tree i of `trees` becomes tree tree_index[i] of `source`, cut to its rows; trees
+    past the index become padding requests. The positions of the rows of nodes change
+    in place from those of a chain to those of the tree.
+
+    tree_index int32 or int64 [n]; query_start int32 [n + 1]; positions int64 [T];
+    mrope_positions int64 [axes, T]. No torch op: nothing of it is ever traced."""
+    lib = library()
+    params = lib.params("ddt_tree_gather_params")
+    described = [describe(lib, batch.storage, batch.shape) for batch in (source, trees)]
+    params.source, params.tree = described
+    lib.fill_tensor(params.tree_index, tree_index)
+    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+    lib.fill_tensor(params.positions, positions)
+    lib.fill_tensor(params.mrope_positions, mrope_positions)
+    lib.call("tree_gather", params, trees.storage.device)
 
 
 @torch.library.custom_op("ddtree::tree_attention", mutates_args=("out",))

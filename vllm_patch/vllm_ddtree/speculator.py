@@ -3,7 +3,6 @@
 distributions become a best-first tree inside the draft step."""
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         self._round_budget = torch.full(
             (1,), self.tree_budget, dtype=torch.int32, device=device
         )
+        self._last_budget = self.tree_budget
         self._drafts = torch.zeros(
             self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
         )
@@ -90,7 +90,9 @@ class DDTreeSpeculator(DFlashSpeculator):
             # Memory profiling runs before there is a model state.
             return
         params = self.model_state.request_params
-        slots = self.sample_idx_mapping[:num_sample:horizon].clamp(min=0)
+        # The request's slot, -1 for padding of a graph, which writes no tree.
+        tree_index = self.sample_idx_mapping[:num_sample:horizon]
+        slots = tree_index.clamp(min=0)
         # The first query row of a request is its anchor, the tree's root.
         num_query = num_reqs * self.num_query_per_req
         anchors = slice(0, num_query, self.num_query_per_req)
@@ -108,13 +110,14 @@ class DDTreeSpeculator(DFlashSpeculator):
             shape.num_reqs,
             shape.max_nodes,
             shape.max_depth,
+            tree_index,
         )
         # Idle rows need a token that exists; nothing ever enters them.
-        self._drafts[:num_reqs] = trees.tokens[:num_reqs, 1:].clamp(min=0)
+        self._drafts[:num_reqs] = trees.tokens[slots, 1:].clamp(min=0)
 
     def set_attn(self, model_state: Any, *args: Any, **kwargs: Any) -> None:
         super().set_attn(model_state, *args, **kwargs)
-        self._trees = TreeBatch.zeros(model_state.slot_trees.shape, self.device)
+        self._trees = model_state.slot_trees
 
     @torch.inference_mode()
     def propose(
@@ -131,14 +134,11 @@ class DDTreeSpeculator(DFlashSpeculator):
         """As DFlash's, but returns the nodes, int64 [num_reqs, tree_budget]."""
         if not dummy_run:
             # The drafter takes a request's first rows as its accepted tokens.
-            order = self.model_state.accepted_first()
-            if order is not None:
-                for hidden in (last_hidden_states, *(aux_hidden_states or ())):
-                    hidden[: order.shape[0]] = hidden[order]
-            self.model_state.linear_positions(input_batch)
-            input_batch = dataclasses.replace(input_batch)
+            self.model_state.accepted_first(
+                input_batch.positions, aux_hidden_states or [last_hidden_states]
+            )
         budget = kwargs.get("num_speculative_tokens")
-        self._round_budget.fill_(self.tree_budget if budget is None else budget)
+        self._set_round_budget(self.tree_budget if budget is None else budget)
         super().propose(
             input_batch,
             attn_metadata,
@@ -149,12 +149,12 @@ class DDTreeSpeculator(DFlashSpeculator):
             dummy_run=dummy_run,
             **kwargs,
         )
-        num_reqs = input_batch.num_reqs
-        if not dummy_run:
-            slot_trees = self.model_state.slot_trees
-            if kwargs.get("num_speculative_tokens") == 0:
-                # vLLM wants no drafts next, and 0.33 does not run the drafter then.
-                slot_trees.num_nodes[input_batch.idx_mapping] = 1
-            else:
-                self._trees.scatter_to(slot_trees, input_batch.idx_mapping)
-        return self._drafts[:num_reqs].clone()
+        if not dummy_run and budget == 0:
+            # vLLM wants no drafts next, and 0.33 does not run the drafter then.
+            self.model_state.slot_trees.num_nodes[input_batch.idx_mapping] = 1
+        return self._drafts[: input_batch.num_reqs]
+
+    def _set_round_budget(self, budget: int) -> None:
+        if budget != self._last_budget:
+            self._round_budget.fill_(budget)
+            self._last_budget = budget

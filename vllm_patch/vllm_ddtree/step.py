@@ -24,11 +24,6 @@ class VerifyStep:
     query_start: torch.Tensor
     # int64 [num_reqs] request slots
     idx_mapping: torch.Tensor
-    # int64 [num_rows] each: whose row it is, its node or a number past the last one,
-    # and the node's depth minus its index, 0 for idle rows.
-    request_of_row: torch.Tensor
-    node_of_row: torch.Tensor
-    position_delta: torch.Tensor
     # int64 [num_reqs], tokens computed before this step
     num_computed: torch.Tensor
     # Batch indices of requests that have no state yet.
@@ -39,6 +34,18 @@ class VerifyStep:
     # Written by the sampler: int32 [num_reqs] and [num_reqs, max_depth].
     num_accepted: torch.Tensor | None = None
     accepted_nodes: torch.Tensor | None = None
+
+    def nodes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [num_rows] each: whose row it is, and its node or, for idle rows, a
+        number past the last one."""
+        device = self.query_start.device
+        requests = torch.repeat_interleave(
+            torch.arange(self.num_reqs, device=device),
+            self.query_start.diff(),
+            output_size=self.num_rows,
+        )
+        rows = torch.arange(self.num_rows, device=device)
+        return requests, rows - self.query_start[requests]
 
 
 _ACTIVE: VerifyStep | None = None

@@ -93,20 +93,6 @@ class TreeBatch:
     def fields(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self.shape.field_sizes()]
 
-    def gather_from(self, source: "TreeBatch", index: torch.Tensor) -> None:
-        """Row i becomes source row index[i]; rows past len(index) keep their
-        old topology but become padding requests."""
-        n = index.shape[0]
-        for target, origin in zip(self.fields(), source.fields(), strict=True):
-            torch.index_select(origin, 0, index, out=target[:n])
-        self.num_nodes[n:].zero_()
-
-    def scatter_to(self, target: "TreeBatch", index: torch.Tensor) -> None:
-        """Row i goes to target row index[i]."""
-        n = index.shape[0]
-        for origin, field in zip(self.fields(), target.fields(), strict=True):
-            field.index_copy_(0, index, origin[:n])
-
 
 def describe(
     lib: Library, storage: torch.Tensor, shape: TreeShape, num_reqs: int | None = None
