@@ -288,7 +288,10 @@ class Engine:
         }
 
     def generate(
-        self, token_ids: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict]
+        self,
+        token_ids: Sequence[Sequence[int]],
+        params: dict[str, Any] | Sequence[dict],
+        images: Sequence[list] | None = None,
     ) -> Run:
         """One request per prompt, all submitted at once. `seed` is unique per
         prompt unless given, so that margins can be told apart."""
@@ -307,21 +310,23 @@ class Engine:
         # A failed step leaves its requests behind, and vLLM would wait for them.
         assert not self._failed, "this engine failed before"
         self._failed = True
-        results = self.llm.generate(
-            [{"prompt_token_ids": list(ids)} for ids in token_ids],
-            sampling,
-            use_tqdm=False,
-        )
+        prompts = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        for prompt, shown in zip(prompts, images or (), strict=False):
+            if shown:
+                prompt["multi_modal_data"] = {"image": shown}
+        results = self.llm.generate(prompts, sampling, use_tqdm=False)
         self._failed = False
         after = self._counters()
         outputs = []
-        for result, ids, p in zip(results, token_ids, sampling, strict=True):
+        for result, p in zip(results, sampling, strict=True):
             for choice in result.outputs:
                 margins = ()
                 if self._margins is not None:
                     # vLLM gives the samples of a request successive seeds.
                     margins = tuple(
-                        self._margins.by_key[p.seed + choice.index, len(ids) + j - 1]
+                        self._margins.by_key[
+                            p.seed + choice.index, len(result.prompt_token_ids) + j - 1
+                        ]
                         for j in range(len(choice.token_ids))
                     )
                 logprobs = _plain_logprobs(choice.logprobs)
@@ -348,7 +353,7 @@ class Engine:
         return run
 
 
-def assert_same_text(base: Run, other: Run, what: str) -> int:
+def assert_same_text(base: Run, other: Run, what: str, near_tie: float = NEAR_TIE) -> int:
     """Equal tokens, or a first difference where the base's margin is a near tie.
     Prints and counts those; `base` must have been run with margins."""
     near_ties = 0
@@ -368,7 +373,7 @@ def assert_same_text(base: Run, other: Run, what: str) -> int:
         assert at < len(want.margins), f"{what}: request {i} has other length: {got}"
         margin = want.margins[at]
         print(f"{what}: request {i} differs at token {at}, margin {margin:.4f}")
-        assert margin <= NEAR_TIE, (
+        assert margin <= near_tie, (
             f"{what}: request {i} differs at token {at} where the margin is {margin:.4f}"
             f"\n want {want.token_ids[at:]}\n got  {got.token_ids[at:]}"
         )
