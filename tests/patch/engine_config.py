@@ -109,15 +109,118 @@ def call_state_slots(case):
     return MambaBase.get_kv_cache_spec(layer, config).num_speculative_blocks
 
 
-def call_capture_sizes(case):
+def capture_sizes(config, **chosen):
+    """What vLLM chooses on a GPU, or makes of the user's choice. On the CPU it removes them."""
     from vllm.config import CUDAGraphMode
 
-    config = engine_config(case["args"])
-    config.compilation_config.cudagraph_capture_sizes = None
-    config.compilation_config.max_cudagraph_capture_size = case.get("max_size")
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    compilation = config.compilation_config
+    compilation.cudagraph_capture_sizes = chosen.get("sizes")
+    compilation.max_cudagraph_capture_size = chosen.get("max_size")
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config._set_cudagraph_sizes()
-    return config.compilation_config.cudagraph_capture_sizes
+    return compilation.cudagraph_capture_sizes
+
+
+def call_capture_sizes(case):
+    return capture_sizes(engine_config(case["args"]))
+
+
+def call_graphs(case):
+    """Graphs of target and drafter as (rows per request, requests, rows), vLLM's beside ours; what
+    every batch of a tier and every mixed batch finds; and what is said about them."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+    from vllm_ddtree import config as ddtree_config
+    from vllm_ddtree import graphs
+
+    config = engine_config(case["args"])
+    capture_sizes(config, **case.get("chosen", {}))
+    spec = config.speculative_config
+
+    def manager(cls, mode, rows):
+        with (
+            mock.patch.object(cudagraph_utils, "get_pp_group"),
+            mock.patch.object(type(current_platform), "get_global_graph_pool"),
+        ):
+            made = cls(config, torch.device("cpu"), mode, decode_query_len=rows)
+        made._graphs_captured = True
+        return made
+
+    def graphs_of(manager):
+        return {
+            mode.name: [(d.uniform_token_count, d.num_reqs, d.num_tokens) for d in descs]
+            for mode, descs in manager._capture_descs.items()
+        }
+
+    def found(manager, rows, requests):
+        desc = manager.dispatch(requests, rows * requests, rows, 0)
+        return desc.num_reqs if desc.cg_mode == CUDAGraphMode.FULL else None
+
+    def mixed(manager):
+        descs = [manager.dispatch(1, tokens, None, 0) for tokens in range(1, 1025)]
+        return [(desc.cg_mode.name, desc.num_tokens) for desc in descs]
+
+    mode = CUDAGraphMode[case.get("mode", "FULL_AND_PIECEWISE")]
+    target = manager(cudagraph_utils.ModelCudaGraphManager, mode, spec.tree_budget + 1)
+    stock = {"graphs": graphs_of(target), "mixed": mixed(target)}
+    graphs.capture_trees(target)
+    tiers = ddtree_config.budget_tiers(config)
+    value = {
+        "stock": stock,
+        "graphs": graphs_of(target),
+        "mixed": mixed(target),
+        "tiers": tiers,
+        "found": [
+            [found(target, nodes + 1, n) for n in range(1, last + 1)] for _, last, nodes in tiers
+        ],
+        "max_tree_rows": ddtree_config.max_tree_rows(config),
+        "advice": graphs.advise(target),
+    }
+
+    # the drafter's view of the config, as DDTreeSpeculator makes it
+    config = copy.copy(config)
+    config.speculative_config = copy.copy(spec)
+    config.speculative_config.num_speculative_tokens = spec.tree_horizon
+    config.speculative_config.num_speculative_tokens_per_batch_size = None
+    rows = spec.tree_horizon + 1
+    drafter = manager(DFlashCudaGraphManager, CUDAGraphMode.FULL_DECODE_ONLY, rows)
+    graphs.capture_batches(drafter, ddtree_config.drafter_graph_batches(config))
+    value["drafter"] = graphs_of(drafter)
+    value["drafter_found"] = [found(drafter, rows, n) for n in range(1, 129)]
+    return value
+
+
+def call_warmup(case):
+    """Requests that vLLM's kernel warm-up starts with; its first step is stopped."""
+    from vllm.v1.worker.gpu import warmup
+
+    config = engine_config(case["args"])
+    spec = config.speculative_config
+    runner = mock.MagicMock(
+        vllm_config=config,
+        speculative_config=spec,
+        scheduler_config=config.scheduler_config,
+        num_speculative_steps=spec.num_speculative_tokens,
+        decode_query_len=spec.num_speculative_tokens + 1,
+        is_pooling_model=False,
+        is_encoder_decoder=False,
+        block_tables=None,
+    )
+    runner.kv_cache_config.kv_cache_groups = []
+
+    class FirstStep(Exception):
+        pass
+
+    def execute(scheduled):
+        raise FirstStep(len(scheduled.scheduled_new_reqs))
+
+    try:
+        warmup._warmup_kernels(runner, execute, None)
+    except FirstStep as step:
+        return step.args[0]
 
 
 def make_scheduler(config):

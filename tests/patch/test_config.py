@@ -312,6 +312,7 @@ STOCK = {
     "capture": {"call": "capture_sizes", "args": CHAIN | {"enforce_eager": False}},
     "shapes": {"call": "state_shapes", "args": CHAIN},
     "slots": {"call": "state_slots", "args": CHAIN},
+    "warm-up": {"call": "warmup", "args": CHAIN | {"max_num_seqs": 200}},
     "metrics": {
         "call": "metrics",
         "args": CHAIN | PER_REQUEST,
@@ -323,18 +324,10 @@ STOCK = {
 # 3 nodes, one cut by a grammar to 12
 ROUNDS = [[31, 0, 15], [31, 0, 2], [3, 0, 1], [31, 19, 0]]
 OTHERS = {
+    "warm-up": {"call": "warmup", "args": engine(max_num_seqs=200, max_num_batched_tokens=8192)},
     "copy": {"call": "copy", "args": ddtree()},
     "shapes": {"call": "state_shapes", "args": ddtree()},
     "slots": {"call": "state_slots", "args": ddtree()},
-    "capture": {
-        "call": "capture_sizes",
-        "args": ddtree(engine={"enforce_eager": False, "max_num_seqs": 20}),
-    },
-    "capture chosen": {
-        "call": "capture_sizes",
-        "args": ddtree(engine={"enforce_eager": False}),
-        "max_size": 64,
-    },
     "metrics": {
         "call": "metrics",
         "args": ddtree(engine=PER_REQUEST),
@@ -370,6 +363,31 @@ OTHERS = {
             *("--speculative-tree-budget", "12"),
         ],
     },
+}
+
+
+GRAPHS = {
+    f"{budget} nodes, {requests} requests": {
+        "call": "graphs",
+        "args": ddtree(
+            tree_budget=budget,
+            engine={
+                "enforce_eager": False,
+                "max_num_seqs": requests,
+                "max_num_batched_tokens": 8192,
+            },
+        ),
+    }
+    for budget in (15, 31, 63, 100)
+    for requests in (8, 256, 1024)
+}
+_GRAPHS = GRAPHS["31 nodes, 256 requests"]
+OTHERS |= {f"graphs of {name}": case for name, case in GRAPHS.items()} | {
+    "graphs of chosen sizes": _GRAPHS | {"chosen": {"sizes": [1, 8, 96, 1024]}},
+    "graphs up to 64": _GRAPHS | {"chosen": {"max_size": 64}},
+    "graphs without trees": _GRAPHS | {"chosen": {"sizes": [1, 2, 4]}},
+    "graphs for mixed batches": _GRAPHS | {"mode": "PIECEWISE"},
+    "no graphs": _GRAPHS | {"args": _GRAPHS["args"] | {"enforce_eager": True}, "mode": "NONE"},
 }
 
 
@@ -518,16 +536,87 @@ def test_budgets_fall_with_the_number_of_requests():
     assert tiers(63, 128) == [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 7), (65, 128, 0)]
     assert tiers(255, 3) == [(1, 2, 255), (3, 3, 127)]
     assert tiers(20, 30) == [(1, 24, 20), (25, 30, 15)]
-    assert tiers(63, 128, ranks=2) == [(1, 128, 63)]
 
 
-def test_capture_sizes_are_whole_requests(results):
-    sizes = results["capture"]["value"]
-    assert {n * 32 for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)} <= set(sizes)
-    # more than 16 requests get 15 nodes each
-    assert {17 * 16, 20 * 16} <= set(sizes)
-    assert max(sizes) == 512
-    assert max(results["capture chosen"]["value"]) == 64
+def test_warm_up_verifies_what_a_step_may_hold(results, version):
+    """0.32's CPU worker does not call it."""
+    assert results["warm-up"]["value"] == {"0.32.0": 200, "0.33.0": 16}[version]
+
+
+def pairs(graphs):
+    return [(rows, requests) for rows, requests, _ in graphs]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_batch_of_a_tier_has_a_graph(results, name):
+    value = results[f"graphs of {name}"]["value"]
+    full = pairs(value["graphs"]["FULL"])
+    for (first, last, nodes), found in zip(value["tiers"], value["found"], strict=True):
+        captured = sorted(n for rows, n in full if rows == nodes + 1)
+        # 512 is vLLM's largest graph too, so some plain decodes have none
+        assert first <= captured[0] and captured[-1] == min(last, 512 // (nodes + 1))
+        for requests, got in enumerate(found[: captured[-1]], start=1):
+            assert got == min(n for n in captured if n >= requests)
+            if requests >= first:
+                assert got == requests if requests <= 8 else got <= 1.25 * requests
+        assert not nodes or len(found) == captured[-1]
+    assert len(full) == len(set(full))
+    assert {rows for rows, _ in full} == {nodes + 1 for _, _, nodes in value["tiers"]}
+    # one stash has the rows of every graph of trees
+    assert max(rows * n for rows, n in full if rows > 1) <= value["max_tree_rows"] <= 512
+    assert value["advice"] is None
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_few(results, name):
+    value = results[f"graphs of {name}"]["value"]
+    graphs = value["graphs"]["FULL"]
+    print(name, len(graphs), "graphs, of vLLM", len(value["stock"]["graphs"]["FULL"]))
+    assert len(graphs) <= 36
+    assert [rows for _, _, rows in graphs] == sorted((rows for _, _, rows in graphs), reverse=True)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_mixed_batches_find_what_vllm_chose(results, name):
+    value = results[f"graphs of {name}"]["value"]
+    assert value["graphs"]["PIECEWISE"] == value["stock"]["graphs"]["PIECEWISE"]
+    assert value["mixed"] == value["stock"]["mixed"]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_drafter_has_graphs_for_the_targets_trees(results, name):
+    value = results[f"graphs of {name}"]["value"]
+    most = max(n for rows, n, _ in value["graphs"]["FULL"] if rows > 1)
+    captured = [n for _, n, _ in value["drafter"]["FULL"]]
+    assert max(captured) == most
+    for requests, got in enumerate(value["drafter_found"], start=1):
+        assert got == min((n for n in captured if n >= requests), default=None)
+        assert got is None if requests > most else got <= 1.25 * requests
+
+
+def test_chosen_graph_sizes_limit_the_graphs_of_trees(results):
+    value = results["graphs of chosen sizes"]["value"]
+    assert [rows for _, _, rows in value["graphs"]["PIECEWISE"]] == [1024, 96, 8, 1]
+    # not beyond what the stash holds
+    assert max(rows for length, _, rows in value["graphs"]["FULL"] if length > 1) == 512
+    assert value["advice"] is None
+    value = results["graphs up to 64"]["value"]
+    assert pairs(value["graphs"]["FULL"]) == [(32, 2), (32, 1)]
+    assert value["advice"] == (
+        "ddtree: rounds of more than 64 rows are slow, since the largest CUDA graph ends there; "
+        "set max_cudagraph_capture_size to 512."
+    )
+    value = results["graphs without trees"]["value"]
+    assert not value["graphs"].get("FULL") and not value["drafter"].get("FULL")
+    assert "rounds of more than 4 rows are slow" in value["advice"]
+
+
+def test_slow_modes_say_what_to_change(results):
+    slow = "ddtree: rounds are slow without FULL CUDA graphs (cudagraph_mode is "
+    assert results["graphs for mixed batches"]["value"]["advice"] == (
+        f"{slow}PIECEWISE); set cudagraph_mode to FULL_AND_PIECEWISE."
+    )
+    assert results["no graphs"]["value"]["advice"] == f"{slow}NONE); remove --enforce-eager."
 
 
 def test_metrics_count_depth(results):

@@ -2,9 +2,8 @@
 """Turns method "ddtree" into vLLM's "dflash" plus a tree budget, and refuses what cannot work.
 
 The patch calls, in this order: `begin` and `finish` while a SpeculativeConfig is made, `verify`
-once the target's VllmConfig knows its model, `capture_sizes` when CUDA graph sizes are chosen. The
-model state calls `verify_state_block` when the KV cache is laid out; the rest runs before a model
-loads. Refusals are ValueErrors of one sentence that says what to change.
+once the target's VllmConfig knows its model. The model state calls `verify_state_block` when the
+KV cache is laid out; the rest runs before a model loads. Refusals are ValueErrors of one sentence that says what to change.
 
 Afterwards `spec.method` is "dflash", `spec.num_speculative_tokens` is the node budget B (so that
 vLLM's scheduler reserves B + 1 rows per request) and `spec.tree_horizon` is the depth K.
@@ -378,23 +377,37 @@ def max_tree_rows(vllm_config: "VllmConfig") -> int:
     return min(most, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def capture_sizes(vllm_config: "VllmConfig", drafter: bool = False) -> list[int]:
-    """Default CUDA graph sizes of verification batches, or of the drafter's, in rows: whole
-    requests only.
+def graph_batches(vllm_config: "VllmConfig") -> list[tuple[int, int]]:
+    """(rows per request, requests) of the target's FULL CUDA graphs: the batches of each tier,
+    plain decodes where it has no trees, within vLLM's largest graph."""
+    largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    largest = min(largest, vllm_config.scheduler_config.max_num_batched_tokens)
+    return [
+        (nodes + 1, count)
+        for first, last, nodes in budget_tiers(vllm_config)
+        for count in _request_counts(first, min(last, largest // (nodes + 1)))
+    ]
 
-    A padding request costs a tree's rows, so small batches get every request count and larger
-    ones steps of at most a quarter.
-    """
-    sizes = set()
-    for count, last, nodes in budget_tiers(vllm_config):
-        if drafter and not nodes:
-            continue
-        rows = vllm_config.speculative_config.tree_horizon + 1 if drafter else nodes + 1
-        while count < last:
-            sizes.add(count * rows)
-            count += 1 << max(count.bit_length() - 3, 0)
-        sizes.add(last * rows)
-    return sorted(sizes)
+
+def drafter_graph_batches(vllm_config: "VllmConfig") -> list[tuple[int, int]]:
+    """The same of the drafter's, for as many requests as get trees in a graph of the target."""
+    spec = vllm_config.speculative_config
+    assert spec is not None and spec.tree_horizon is not None
+    rows = spec.tree_horizon + 1
+    most = max((n for length, n in graph_batches(vllm_config) if length > 1), default=0)
+    most = min(most, vllm_config.scheduler_config.max_num_batched_tokens // rows)
+    return [(rows, count) for count in _request_counts(1, most)]
+
+
+def _request_counts(first: int, last: int) -> list[int]:
+    """Sizes for first..last requests. A padding request costs as much as a real one, so every
+    count up to 8, then steps of at most a quarter."""
+    counts, count = [], 1
+    while count < last:
+        if count >= first:
+            counts.append(count)
+        count += 1 << max(count.bit_length() - 3, 0)
+    return [*counts, last] if first <= last else []
 
 
 def _log() -> "logging.Logger":

@@ -153,17 +153,13 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             return
         # One slot and the plain conv window, whatever the budget.
         self.num_spec = 0
-        scheduler = vllm_config.scheduler_config
-        budget = vllm_config.speculative_config.tree_budget
         # vLLM's fused kernel for drafts needs a state per draft.
         self.enable_fused_gdn_spec_decode = False
         # Raw rows of the trees in flight, about 21 KB per row at 27B dimensions.
         # Allocated here so that vLLM's memory profiling counts it.
         self._stash_dtype = vllm_config.model_config.dtype
-        # Whatever a graph was captured with must fit: it keeps the address.
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        most = scheduler.max_num_seqs * (budget + 1)
-        self.stash_rows = max(max_tree_rows(vllm_config), min(captured, most))
+        # Every graph of trees fits: it keeps the address.
+        self.stash_rows = max_tree_rows(vllm_config)
         self._stash = self._new_stash(self.stash_rows)
         self._wide_stash: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -11,8 +11,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree import registration
-from vllm_ddtree.config import capture_sizes, max_tree_rows
+from vllm_ddtree import graphs, registration
+from vllm_ddtree.config import drafter_graph_batches, max_tree_rows
 from vllm_ddtree.native import library
 from vllm_ddtree.trees import TreeBatch
 
@@ -53,17 +53,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         return min(num_reqs * (self.tree_budget + 1), self._max_tree_rows)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Captured request counts are the target's; its row counts are not."""
-        target = self.vllm_config
-        compilation = copy.copy(target.compilation_config)
-        if compilation.cudagraph_capture_sizes:
-            most = target.scheduler_config.max_num_batched_tokens
-            sizes = [n for n in capture_sizes(target, drafter=True) if n <= most]
-            compilation.cudagraph_capture_sizes = sizes
-            compilation.max_cudagraph_capture_size = max(sizes, default=0)
-        self.vllm_config = copy.copy(target)
-        self.vllm_config.compilation_config = compilation
         super().init_cudagraph_manager(cudagraph_mode)
+        graphs.capture_batches(
+            self.query_cudagraph_manager, drafter_graph_batches(self.vllm_config)
+        )
 
     def _generate_draft(
         self,
