@@ -192,6 +192,15 @@ REFUSED = {
         engine(kv_offloading_size=1.0),
         "ddtree does not support KV cache offloading; remove --kv-offloading-size",
     ),
+    "data parallelism": (
+        engine(data_parallel_size=2, max_num_seqs=64),
+        "under data parallelism every step has trees of 31 nodes, and 64 requests with them exceed "
+        "512 rows; set --max-num-seqs to at most 16 or --speculative-tree-budget to at most 7.",
+    ),
+    "data parallelism of many": (
+        engine(data_parallel_size=2, max_num_seqs=512),
+        "and 512 requests with them exceed 512 rows; set --max-num-seqs to at most 16.",
+    ),
     "watermarking": (
         engine(watermark_config={"key": "0" * 64}),
         "ddtree does not support watermarking; remove --watermark-config",
@@ -300,6 +309,7 @@ ACCEPTED = {
     "dense small heads": (ddtree(target="head_dim_32"), {"method": "dflash"}),
     "f32 states": (ddtree(), {"ssm_dtype": "float32", "mamba_cache_mode": "align"}),
     "no prefix caching": (engine(enable_prefix_caching=False), {"mamba_cache_mode": "none"}),
+    "data parallel": (engine(data_parallel_size=2, max_num_seqs=16), {"tree_budget": 31}),
     "bf16 cache": (engine(kv_cache_dtype="bfloat16"), {"method": "dflash"}),
 }
 
@@ -523,12 +533,11 @@ def test_state_block_holds_a_tree():
 def test_budgets_fall_with_the_number_of_requests():
     from vllm_ddtree import config
 
-    def tiers(budget, requests, ranks=1):
+    def tiers(budget, requests):
         return config.budget_tiers(
             SimpleNamespace(
                 speculative_config=SimpleNamespace(tree_budget=budget),
                 scheduler_config=SimpleNamespace(max_num_seqs=requests),
-                parallel_config=SimpleNamespace(data_parallel_size=ranks),
             )
         )
 

@@ -191,6 +191,7 @@ def verify(vllm_config: "VllmConfig") -> None:
     _verify_runner(cfg)
     _verify_target(cfg)
     _verify_batch(cfg)
+    _verify_data_parallel(cfg)
     tiers = budget_tiers(cfg)
     if len(tiers) > 1:
         # vLLM's own schedule of draft tokens by the number of requests in a step
@@ -199,6 +200,20 @@ def verify(vllm_config: "VllmConfig") -> None:
             "ddtree: at most %d rows of trees in a step: %s.",
             MAX_VERIFY_ROWS,
             ", ".join(f"up to {last} requests get {nodes} nodes" for _, last, nodes in tiers),
+        )
+
+
+def _verify_data_parallel(cfg: "VllmConfig") -> None:
+    # ranks with different budgets would wait for each other
+    tiers = budget_tiers(cfg)
+    if cfg.parallel_config.data_parallel_size > 1 and len(tiers) > 1:
+        (_, last, nodes), most = tiers[0], cfg.scheduler_config.max_num_seqs
+        smaller = MAX_VERIFY_ROWS // most - 1
+        _refuse(
+            f"under data parallelism every step has trees of {nodes} nodes, and {most} requests with "
+            f"them exceed {MAX_VERIFY_ROWS} rows",
+            f"set --max-num-seqs to at most {last}"
+            + (f" or --speculative-tree-budget to at most {smaller}" if smaller > 0 else ""),
         )
 
 
@@ -351,9 +366,6 @@ def budget_tiers(vllm_config: "VllmConfig") -> list[tuple[int, int, int]]:
     spec = vllm_config.speculative_config
     assert spec is not None and spec.tree_budget is not None
     most = vllm_config.scheduler_config.max_num_seqs
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        # ranks with different budgets would wait for each other
-        return [(1, most, spec.tree_budget)]
     tiers, first = [], 1
     for nodes in (spec.tree_budget, *(n for n in SMALLER_BUDGETS if n < spec.tree_budget)):
         last = min(MAX_VERIFY_ROWS // (nodes + 1), most)
