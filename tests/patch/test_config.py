@@ -545,6 +545,14 @@ def test_budgets_fall_with_the_number_of_requests():
     assert tiers(63, 128) == [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 7), (65, 128, 0)]
     assert tiers(255, 3) == [(1, 2, 255), (3, 3, 127)]
     assert tiers(20, 30) == [(1, 24, 20), (25, 30, 15)]
+    assert config.describe_tiers(tiers(63, 8)) == (
+        "ddtree: up to 8 requests in a step get trees of 63 nodes each, and logits are sampled in "
+        "chunks of at most 1 GiB in float32."
+    )
+    assert config.describe_tiers(tiers(31, 128)) == (
+        "ddtree: up to 16 requests in a step get trees of 31 nodes each, up to 32 of 15, up to 64 "
+        "of 7, 65 and more none, and logits are sampled in chunks of at most 1 GiB in float32."
+    )
 
 
 def test_warm_up_verifies_what_a_step_may_hold(results, version):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+import torch
 from engine import NEAR_TIE, TARGET, Engine, Output, Run, assert_same_text, prompts
 from watch import Watch, watching
 
@@ -209,6 +210,19 @@ def test_logprobs_belong_to_their_tokens(base, tree):
         accepted = sum(len(r.sampled) - 1 for r in watch.of(i))
         checked += length if accepted else 0
     assert checked > 2 * MAX_TOKENS, "too little of it was accepted from drafts"
+
+
+def test_warm_up_leaves_the_warning_to_requests(caplog):
+    from vllm import SamplingParams
+    from vllm_ddtree.request_params import RequestParams
+
+    # no other test's reasons: each set of them is named once in a process
+    params = SamplingParams(frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1)
+    slots = RequestParams(1, BUDGET, HORIZON, chain_only=False, device=torch.device("cpu"))
+    for warn in (False, True):
+        with caplog.at_level(logging.WARNING):
+            slots.add_request(0, params, 4, warn=warn)
+        assert any("verified as an exact chain" in m for m in caplog.messages) == warn
 
 
 def test_prompt_logprobs(base, tree):

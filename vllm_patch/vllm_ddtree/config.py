@@ -196,11 +196,18 @@ def verify(vllm_config: "VllmConfig") -> None:
     if len(tiers) > 1:
         # vLLM's own schedule of draft tokens by the number of requests in a step
         spec.num_speculative_tokens_per_batch_size = tiers
-        _log().info(
-            "ddtree: at most %d rows of trees in a step: %s.",
-            MAX_VERIFY_ROWS,
-            ", ".join(f"up to {last} requests get {nodes} nodes" for _, last, nodes in tiers),
-        )
+    _log().info(describe_tiers(tiers))
+
+
+def describe_tiers(tiers: list[tuple[int, int, int]]) -> str:
+    """The start-up line: which loads get which budgets."""
+    (_, most, budget), *smaller = tiers
+    parts = [f"up to {most} requests in a step get trees of {budget} nodes each"]
+    parts += [f"up to {last} of {nodes}" for _, last, nodes in smaller if nodes]
+    parts += [f"{first} and more none" for first, _, nodes in smaller if not nodes]
+    return (
+        f"ddtree: {', '.join(parts)}, and logits are sampled in chunks of at most 1 GiB in float32."
+    )
 
 
 def _verify_data_parallel(cfg: "VllmConfig") -> None:

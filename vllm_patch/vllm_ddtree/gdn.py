@@ -164,7 +164,8 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self._wide_stash: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _new_stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        device, dtype = self.A_log.device, self._stash_dtype
+        # Not that of a parameter: some loaders make those without storage.
+        device, dtype = current_platform.current_device(), self._stash_dtype
         heads = self.num_v_heads // self.tp_size
         return (
             torch.zeros(rows, self.conv_dim // self.tp_size, dtype=dtype, device=device),

@@ -95,7 +95,11 @@ class TreeStateMixin(ModelState):
         trees.ancestors[root].fill_(-1)
         trees.ancestors[root][0].zero_()
         self.request_params.add_request(
-            req_index, new_req_data.sampling_params, new_req_data.prompt_len
+            req_index,
+            new_req_data.sampling_params,
+            new_req_data.prompt_len,
+            # vLLM's warm-up would spend what is said once.
+            warn=not new_req_data.req_id.startswith("_warmup_"),
         )
 
     def preprocess_state(

@@ -2,16 +2,32 @@
 """Puts our layer and backends in the place of vLLM's, in processes that serve
 with trees and only there."""
 
+import torch
+
 import vllm_ddtree.ops  # noqa: F401  (defines torch.ops.ddtree)
-from vllm_ddtree.trees import require_library
+from vllm_ddtree.native import LibraryError, library
 
 _registered = False
 
 
-def register() -> None:
+def load_kernels(device: torch.device) -> None:
+    """Load libddtree's kernels for `device`: before the model is loaded, and never while
+    a CUDA graph is captured."""
+    try:
+        library().context(device)
+    except LibraryError as error:
+        if str(error).startswith(("DDT_UNSUPPORTED", "DDT_ARCH_NOT_BUILT")):
+            raise LibraryError(
+                f"libddtree was built without kernels for this GPU ({error}); rebuild it with "
+                "nvcc 13, and without DDTREE_CUDA_ARCHS or with this GPU in it."
+            ) from error
+        raise
+
+
+def register(device: torch.device) -> None:
     """Idempotent; called before the target model is built."""
     global _registered
-    require_library()
+    load_kernels(device)
     if _registered:
         return
     from vllm.model_executor.custom_op import PluggableLayer

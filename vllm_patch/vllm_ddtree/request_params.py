@@ -58,13 +58,17 @@ class RequestParams:
         )
 
     def add_request(
-        self, slot: int, params: SamplingParams | None, prompt_len: int
+        self,
+        slot: int,
+        params: SamplingParams | None,
+        prompt_len: int,
+        warn: bool = True,
     ) -> None:
         budget, chain, stops, min_stop_position = self.tree_budget, False, [], 0
         if params is not None:
             budget = self._requested_budget(params)
             reasons = history_dependent(params)
-            if reasons:
+            if reasons and warn:
                 logger.warning_once(
                     "%s not supported on trees yet: such requests are "
                     "verified as an exact chain.",

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import graphs, registration
 from vllm_ddtree.config import drafter_graph_batches, max_tree_rows
-from vllm_ddtree.native import library
 from vllm_ddtree.trees import TreeBatch
 
 
@@ -24,9 +23,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     _speculator_name = "DDTree"
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        registration.register()
-        # Loads the kernels now: not in a capture, and with a refusal before the model loads.
-        library().context(device)
+        registration.register(device)
         speculative_config = vllm_config.speculative_config
         self.tree_budget: int = speculative_config.tree_budget
         self._max_tree_rows = max_tree_rows(vllm_config)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.native import Library, library
+from vllm_ddtree.native import Library
 
 _PER_REQUEST = ("num_nodes", "flags")
 _PER_NODE = (
@@ -110,8 +110,3 @@ def describe(
         )
         setattr(tree, name, lib.ffi.cast(f"{c_type} *", field.data_ptr()))
     return tree
-
-
-def require_library() -> None:
-    """Fail now, with the library's own words, rather than in the first round."""
-    library()
