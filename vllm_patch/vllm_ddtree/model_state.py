@@ -3,6 +3,7 @@
 the forward pass, the accepting walk after it, and the commit of what was
 accepted (KV rows, GDN states) before the drafter runs again."""
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ddtree import trace
 from vllm_ddtree.attention import TreeKVLayer, find_kv_layers
-from vllm_ddtree.config import verify_state_block
+from vllm_ddtree.config import budget_tiers, verify_state_block
 from vllm_ddtree.gdn import TreeGatedDeltaNet, find_gdn_layers
 from vllm_ddtree.ops import CommitPlan, tree_gather
 from vllm_ddtree.request_params import RequestParams
@@ -42,9 +43,14 @@ class TreeStateMixin(ModelState):
         self.tree_budget: int = speculative_config.tree_budget
         self.horizon: int = speculative_config.tree_horizon
         shape = TreeShape(self.max_num_reqs, self.tree_budget + 1, self.horizon)
-        # By request slot, written by the drafter; and in the order of the batch.
+        # By request slot, written by the drafter; and in the order of the batch, by the
+        # rows that a request has: kernels take the shape of their trees.
         self.slot_trees = TreeBatch.zeros(shape, self.device)
-        self.batch_trees = TreeBatch.zeros(shape, self.device)
+        self._batch_trees: dict[int, TreeBatch] = {}
+        self._tree_rows = sorted(
+            {nodes + 1 for _, _, nodes in budget_tiers(vllm_config)}
+            | {shape.max_nodes}
+        )
         custom = vllm_config.model_config.logits_processors
         if custom:
             logger.warning(
@@ -69,11 +75,12 @@ class TreeStateMixin(ModelState):
         self._kv_layers: list[TreeKVLayer] = []
         self._gdn_layers: list[TreeGatedDeltaNet] = []
         self._commit_plan: CommitPlan | None = None
-        self._planned_for = 0
+        self._planned_for: tuple[int, ...] = ()
         # Moves of the drafter's inputs, by where these are.
         self._move_plans: dict[tuple[Any, ...], CommitPlan] = {}
         self._own_rows = torch.arange(self.max_num_tokens, device=self.device)
         self._snapshot_slots: dict[int, torch.Tensor] = {}
+        self._has_snapshots = False
         self._align = (
             isinstance(self, MambaHybridModelState)
             and self.cache_config.mamba_cache_mode == "align"
@@ -101,6 +108,15 @@ class TreeStateMixin(ModelState):
             # vLLM's warm-up would spend what is said once.
             warn=not new_req_data.req_id.startswith("_warmup_"),
         )
+
+    def _trees_of(self, rows_per_req: int) -> TreeBatch:
+        """Where the trees of steps with so many rows of each request are gathered."""
+        fitting = (rows for rows in self._tree_rows if rows >= rows_per_req)
+        rows = next(fitting, self._tree_rows[-1])
+        if rows not in self._batch_trees:
+            shape = dataclasses.replace(self.slot_trees.shape, max_nodes=rows)
+            self._batch_trees[rows] = TreeBatch.zeros(shape, self.device)
+        return self._batch_trees[rows]
 
     def preprocess_state(
         self,
@@ -133,16 +149,29 @@ class TreeStateMixin(ModelState):
         idx_mapping = input_batch.idx_mapping[:num_reqs]
         fresh = input_batch.num_computed_tokens_np[:num_reqs] == 0
         return VerifyStep(
-            trees=self.batch_trees,
+            trees=self._trees_of(int(rows_per_req.max())),
             num_reqs=num_reqs,
             num_rows=int(input_batch.query_start_loc_np[num_reqs]),
             req_ids=input_batch.req_ids[:num_reqs],
             query_start=input_batch.query_start_loc[: num_reqs + 1],
             idx_mapping=idx_mapping,
-            num_computed=num_computed_tokens[idx_mapping].to(torch.int64),
+            num_computed=(
+                num_computed_tokens[idx_mapping].to(torch.int64)
+                if self._align and self._may_cross_blocks(input_batch, num_reqs)
+                else None
+            ),
             fresh_reqs=np.nonzero(fresh)[0].tolist(),
             has_rest=input_batch.num_reqs > num_reqs,
         )
+
+    def _may_cross_blocks(self, input_batch: InputBatch, num_reqs: int) -> bool:
+        """Whether a path may cross a boundary of state blocks, as far as the host knows."""
+        block = self.cache_config.mamba_block_size
+        # The host counts drafts of a step still in flight as accepted.
+        most = input_batch.num_computed_tokens_np[:num_reqs]
+        least = most - 2 * (self.tree_budget + 1)
+        end = most + input_batch.num_scheduled_tokens[:num_reqs]
+        return bool((end // block * block > least).any())
 
     def _capture_step(self, input_batch: InputBatch) -> VerifyStep | None:
         """The step of a dummy batch that a FULL CUDA graph is captured with: at
@@ -150,15 +179,16 @@ class TreeStateMixin(ModelState):
         num_reqs, num_rows = input_batch.num_reqs, input_batch.num_tokens
         if num_rows <= num_reqs:
             return None
-        self.batch_trees.num_nodes.zero_()
+        trees = self._trees_of(num_rows // num_reqs)
+        trees.num_nodes.zero_()
         return VerifyStep(
-            trees=self.batch_trees,
+            trees=trees,
             num_reqs=num_reqs,
             num_rows=num_rows,
             req_ids=input_batch.req_ids,
             query_start=input_batch.query_start_loc[: num_reqs + 1],
             idx_mapping=input_batch.idx_mapping,
-            num_computed=input_batch.idx_mapping,
+            num_computed=None,
             fresh_reqs=[],
             has_rest=False,
         )
@@ -218,8 +248,8 @@ class TreeStateMixin(ModelState):
         if self.step is None:
             return attn_metadata
         step.attn_metadata = attn_metadata
-        # The drafter reuses the buffer for its own rows.
-        self._row_slots[:, : step.num_rows] = slot_mappings[:, : step.num_rows]
+        # The drafter overwrites them, but only after the commit.
+        step.slot_mappings = slot_mappings
         if step.fresh_reqs:
             # A one-token prompt padded with draft rows: its slots are recycled.
             fresh = async_tensor_h2d(
@@ -247,12 +277,12 @@ class TreeStateMixin(ModelState):
         the last two -1 padded. Requests without drafts accept nothing."""
         step = self.step
         assert step is not None
-        trees = self.batch_trees
+        trees = step.trees
         num_reqs = input_batch.num_reqs
         shape = trees.shape
         if step.has_rest:
-            trees.num_nodes[step.num_reqs : num_reqs] = 1
-            trees.first_child[step.num_reqs : num_reqs, 0] = -1
+            trees.num_nodes[step.num_reqs : num_reqs].fill_(1)
+            trees.first_child[step.num_reqs : num_reqs, 0].fill_(-1)
         if invalid_rows is not None:
             nodes = step.nodes()
             trees.tokens[nodes] = torch.where(
@@ -287,13 +317,11 @@ class TreeStateMixin(ModelState):
         if step is not None and step.num_accepted is not None:
             self._commit(step)
         if isinstance(self, MambaHybridModelState):
-            # One state slot holds the state of everything accepted: to the
-            # align-mode bookkeeping that is one token per step.
-            num_sampled = (
-                torch.ones_like(num_sampled)
-                if isinstance(num_sampled, torch.Tensor)
-                else num_sampled
-            )
+            # One state slot holds the state of everything accepted: to vLLM's
+            # bookkeeping that is one token per step. Only align mode looks at it.
+            num_sampled = 1
+            if not self._align:
+                return
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
 
     def _commit(self, step: VerifyStep) -> None:
@@ -303,9 +331,10 @@ class TreeStateMixin(ModelState):
             # A step too large for the captured stash; its addresses are its own.
             self._plan_commit(step).run(step.num_reqs)
             return
-        query_start = step.query_start.data_ptr()
-        if self._commit_plan is None or self._planned_for != query_start:
-            self._commit_plan, self._planned_for = self._plan_commit(step), query_start
+        tensors = step.query_start, step.slot_mappings, step.trees.storage
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if self._commit_plan is None or self._planned_for != addresses:
+            self._commit_plan, self._planned_for = self._plan_commit(step), addresses
         self._commit_plan.run(step.num_reqs)
 
     def _plan_commit(self, step: VerifyStep) -> CommitPlan:
@@ -321,7 +350,7 @@ class TreeStateMixin(ModelState):
             for layer in self._gdn_layers
         ]
         kv = [
-            (*layer.caches(), self._row_slots[self._groups[layer.name]])
+            (*layer.caches(), step.slot_mappings[self._groups[layer.name]])
             for layer in self._kv_layers
         ]
         return CommitPlan(
@@ -350,9 +379,6 @@ class TreeStateMixin(ModelState):
         self._gdn_layers = find_gdn_layers(context)
         # The commit finds these where they are: what a round needs is written here.
         self._commit_plan = None
-        self._row_slots = torch.zeros(
-            len(groups), self.max_num_tokens, dtype=torch.int64, device=self.device
-        )
         if self._align:
             self._snapshot_tokens = torch.ones(
                 self.max_num_reqs, dtype=torch.int32, device=self.device
@@ -364,6 +390,13 @@ class TreeStateMixin(ModelState):
 
     def _place_snapshots(self, step: VerifyStep) -> None:
         """Say where this round's commit leaves the states of crossed boundaries."""
+        if step.num_computed is None:
+            if self._has_snapshots:
+                for slots in self._snapshot_slots.values():
+                    slots.fill_(-1)
+                self._has_snapshots = False
+            return
+        self._has_snapshots = True
         tables = {
             self._groups[layer.prefix]: step.attn_metadata[layer.prefix].block_table
             for layer in self._gdn_layers
@@ -384,7 +417,11 @@ class TreeStateMixin(ModelState):
         if step is None or step.accepted_nodes is None:
             return
         tensors = [positions.view(torch.int32).view(-1, 2), *hidden_states]
-        key = (step.query_start.data_ptr(), *((x.data_ptr(), len(x)) for x in tensors))
+        key = (
+            step.query_start.data_ptr(),
+            step.trees.storage.data_ptr(),
+            *((x.data_ptr(), len(x)) for x in tensors),
+        )
         plan = self._move_plans.get(key)
         if plan is None:
             if len(self._move_plans) == MAX_MOVE_PLANS:

@@ -141,7 +141,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         if not dummy_run and budget == 0:
             # vLLM wants no drafts next, and 0.33 does not run the drafter then.
-            self.model_state.slot_trees.num_nodes[input_batch.idx_mapping] = 1
+            self.model_state.slot_trees.num_nodes.index_fill_(
+                0, input_batch.idx_mapping, 1
+            )
         return self._drafts[: input_batch.num_reqs]
 
     def _set_round_budget(self, budget: int) -> None:

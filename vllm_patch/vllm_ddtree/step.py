@@ -24,13 +24,16 @@ class VerifyStep:
     query_start: torch.Tensor
     # int64 [num_reqs] request slots
     idx_mapping: torch.Tensor
-    # int64 [num_reqs], tokens computed before this step
-    num_computed: torch.Tensor
+    # int64 [num_reqs], tokens computed before this step; None if no path can cross a
+    # boundary of state blocks.
+    num_computed: torch.Tensor | None
     # Batch indices of requests that have no state yet.
     fresh_reqs: list[int]
     # Whether requests without draft rows follow in the batch.
     has_rest: bool
     attn_metadata: dict[str, Any] = field(default_factory=dict)
+    # int64 [groups, T], where vLLM keeps them
+    slot_mappings: torch.Tensor | None = None
     # Written by the sampler: int32 [num_reqs] and [num_reqs, max_depth].
     num_accepted: torch.Tensor | None = None
     accepted_nodes: torch.Tensor | None = None
