@@ -112,7 +112,7 @@ def to_device(batch: TreeBatch, device: str | torch.device) -> TreeBatch:
 
 def tree_struct(batch: TreeBatch, num_reqs: int | None = None) -> Any:
     """The ddt_tree of a batch; keep both alive until the stream has passed the call."""
-    return describe(lib(), batch.storage, batch.shape, num_reqs)
+    return describe(lib(), batch, num_reqs)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_ddtree.ops import AttentionPlan
 from vllm_ddtree.step import VerifyStep
 
 
@@ -26,28 +27,25 @@ def attend(
     step: VerifyStep,
     attn_metadata: Any,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
     output: torch.Tensor,
 ) -> None:
-    """The tree kernel on the rows of `step`, which lead the batch.
+    """The tree kernel on the rows of `step`, which lead the batch. Always called inside
+    of vLLM's opaque attention op.
 
-    query, output [T, Hq, Dh]; caches [blocks, Hkv, block_size, Dh], which hold the
-    rows' own keys and values already."""
-    rows, reqs, shape = step.num_rows, step.num_reqs, step.trees.shape
-    torch.ops.ddtree.tree_attention(
+    query, output [T, Hq, Dh]; kv_cache holds the rows' own keys and values already."""
+    planned_for = kv_cache.data_ptr(), kv_cache.shape
+    if getattr(impl, "tree_planned_for", None) != planned_for:
+        impl.tree_planned_for = planned_for
+        softcap = float(impl.logits_soft_cap or 0.0)
+        impl.tree_plan = AttentionPlan(*split_kv_cache(kv_cache), impl.scale, softcap)
+    rows, reqs = step.num_rows, step.num_reqs
+    impl.tree_plan.run(
         query[:rows],
-        key_cache,
-        value_cache,
         attn_metadata.block_table[:reqs],
         step.query_start,
         attn_metadata.seq_lens[:reqs],
-        step.trees.storage,
-        shape.max_nodes,
-        shape.max_depth,
-        shape.num_reqs,
-        impl.scale,
-        float(impl.logits_soft_cap or 0.0),
+        step.trees,
         output[:rows].view(rows, impl.num_heads, impl.head_size),
     )
 

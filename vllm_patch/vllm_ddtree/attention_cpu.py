@@ -90,8 +90,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             )
         if step is None:
             return output
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        attend(self, step, attn_metadata, query, key_cache, value_cache, output)
+        attend(self, step, attn_metadata, query, kv_cache, output)
         return output
 
 

@@ -79,8 +79,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
         if step is not None:
-            key_cache, value_cache = split_kv_cache(kv_cache)
-            attend(self, step, attn_metadata, query, key_cache, value_cache, output)
+            attend(self, step, attn_metadata, query, kv_cache, output)
         return output
 
 

@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.gdn_attn import (
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from vllm_ddtree.config import is_tree, max_tree_rows
+from vllm_ddtree.ops import GdnVerifyPlan
 from vllm_ddtree.step import VerifyStep, active_step
 
 
@@ -162,6 +163,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self.stash_rows = max_tree_rows(vllm_config)
         self._stash = self._new_stash(self.stash_rows)
         self._wide_stash: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._planned_for: list[tuple[int, int]] = []
 
     def _new_stash(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Not that of a parameter: some loaders make those without storage.
@@ -243,28 +245,32 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         metadata: TreeGDNMetadata,
     ) -> None:
         step = metadata.step
-        rows, shape = step.num_rows, step.trees.shape
-        stash_qkv, stash_gates = self.stash(rows)
-        torch.ops.ddtree.gdn_verify(
+        rows = step.num_rows
+        self._verify_plan(rows).run(
             mixed_qkv[:rows],
             a[:rows],
             b[:rows],
-            self.A_log,
-            self.dt_bias,
-            self.tree_conv_weight(),
-            self.conv1d.bias,
-            self.tree_conv_state(),
-            self.tree_ssm_state(),
-            stash_qkv,
-            stash_gates,
             metadata.state_slots[: step.num_reqs],
             step.query_start,
-            step.trees.storage,
-            shape.num_reqs,
-            shape.max_nodes,
-            shape.max_depth,
+            step.trees,
             out[:rows],
         )
+
+    def _verify_plan(self, rows: int) -> GdnVerifyPlan:
+        stash = self.stash(rows)
+        tensors = [(x.data_ptr(), len(x)) for x in (*self.kv_cache, *stash)]
+        if self._planned_for != tensors:
+            self._planned_for = tensors
+            self._plan = GdnVerifyPlan(
+                self.A_log,
+                self.dt_bias,
+                self.tree_conv_weight(),
+                self.conv1d.bias,
+                self.tree_conv_state(),
+                self.tree_ssm_state(),
+                *stash,
+            )
+        return self._plan
 
     def _forward_core(
         self,

@@ -9,7 +9,7 @@ ddtree.h."""
 import torch
 
 from vllm_ddtree.native import library
-from vllm_ddtree.trees import TreeBatch, TreeShape, describe
+from vllm_ddtree.trees import TreeBatch, TreeShape
 
 
 def _void(*args, **kwargs) -> None:
@@ -25,7 +25,7 @@ def _fill_gdn_layer(
     ssm_state: torch.Tensor,
     stash_qkv: torch.Tensor,
     stash_gates: torch.Tensor,
-    state_slots: torch.Tensor,
+    state_slots: torch.Tensor | None = None,
     snapshot_slots: torch.Tensor | None = None,
 ) -> None:
     lib.fill_tensor(out.conv_weight, conv_weight)
@@ -61,9 +61,7 @@ def tree_build(
     that is negative; without it the first n trees are written."""
     lib = library()
     params = lib.params("ddt_tree_build_params")
-    shape = TreeShape(num_reqs, max_nodes, max_depth)
-    written = logits.shape[0] if tree_index is None else num_reqs
-    topology = describe(lib, tree, shape, written)
+    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
     lib.fill_tensor(params.logits, logits)
     params.root_tokens = lib.pointer(root_tokens, "int32_t", torch.int32)
     params.root_positions = lib.pointer(root_positions, "int64_t", torch.int64)
@@ -72,7 +70,8 @@ def tree_build(
     params.stop_tokens = lib.pointer(stop_tokens, "int32_t", torch.int32)
     params.max_stop_tokens = stop_tokens.shape[1]
     params.stop_min_depths = lib.pointer(stop_min_depths, "int32_t", torch.int32)
-    params.tree = topology
+    written = logits.shape[0] if tree_index is None else num_reqs
+    params.tree = trees.described(written)
     lib.fill_tensor(params.tree_index, tree_index)
     lib.call("tree_build", params, logits.device)
 
@@ -93,13 +92,50 @@ def tree_gather(
     mrope_positions int64 [axes, T]. No torch op: nothing of it is ever traced."""
     lib = library()
     params = lib.params("ddt_tree_gather_params")
-    described = [describe(lib, batch.storage, batch.shape) for batch in (source, trees)]
-    params.source, params.tree = described
+    params.source, params.tree = source.described(), trees.described()
     lib.fill_tensor(params.tree_index, tree_index)
     params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
     lib.fill_tensor(params.positions, positions)
     lib.fill_tensor(params.mrope_positions, mrope_positions)
     lib.call("tree_gather", params, trees.storage.device)
+
+
+class AttentionPlan:
+    """`ddt_tree_attention` over the caches of one layer, [blocks, Hkv, block_size, Dh],
+    which stay where they are: described once, run every step."""
+
+    def __init__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        self._lib = lib = library()
+        self._params = params = lib.params("ddt_tree_attention_params")
+        lib.fill_tensor(params.key_cache, key_cache)
+        lib.fill_tensor(params.value_cache, value_cache)
+        params.softmax_scale = scale
+        params.logit_softcap = softcap
+
+    def run(
+        self,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        trees: TreeBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """As the op `tree_attention`."""
+        lib, params = self._lib, self._params
+        lib.fill_tensor(params.query, query)
+        lib.fill_tensor(params.block_table, block_table)
+        params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+        params.seq_lens = lib.pointer(seq_lens, "int32_t", torch.int32)
+        params.tree = trees.described(seq_lens.shape[0])
+        lib.fill_tensor(params.out, out)
+        lib.call("tree_attention", params, query.device)
 
 
 @torch.library.custom_op("ddtree::tree_attention", mutates_args=("out",))
@@ -122,21 +158,65 @@ def tree_attention(
 
     query, out [T, Hq, Dh]; caches [blocks, Hkv, block_size, Dh]; block_table
     int32 [n, max_blocks]; query_start int32 [n + 1]; seq_lens int32 [n]."""
-    lib = library()
-    n = seq_lens.shape[0]
-    params = lib.params("ddt_tree_attention_params")
-    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
-    lib.fill_tensor(params.query, query)
-    lib.fill_tensor(params.key_cache, key_cache)
-    lib.fill_tensor(params.value_cache, value_cache)
-    lib.fill_tensor(params.block_table, block_table)
-    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
-    params.seq_lens = lib.pointer(seq_lens, "int32_t", torch.int32)
-    params.tree = topology
-    params.softmax_scale = scale
-    params.logit_softcap = softcap
-    lib.fill_tensor(params.out, out)
-    lib.call("tree_attention", params, query.device)
+    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
+    plan = AttentionPlan(key_cache, value_cache, scale, softcap)
+    plan.run(query, block_table, query_start, seq_lens, trees, out)
+
+
+class GdnVerifyPlan:
+    """`ddt_gdn_verify` of one layer, whose own tensors stay where they are: described
+    once, run every step.
+
+    a_log, dt_bias [Hv]; conv_weight [C, 4]; conv_state [slots, C, 3]; ssm_state
+    [slots, Hv, 128 v, 128 k] f32; stash_qkv [T', C], stash_gates f32 [T', 2, Hv]."""
+
+    def __init__(
+        self,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        conv_weight: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        stash_qkv: torch.Tensor,
+        stash_gates: torch.Tensor,
+    ) -> None:
+        self._lib = lib = library()
+        self._params = params = lib.params("ddt_gdn_verify_params")
+        _fill_gdn_layer(
+            lib,
+            params.layer,
+            conv_weight,
+            conv_bias,
+            conv_state,
+            ssm_state,
+            stash_qkv,
+            stash_gates,
+        )
+        lib.fill_tensor(params.a_log, a_log)
+        lib.fill_tensor(params.dt_bias, dt_bias)
+        params.norm_eps = 1e-6
+
+    def run(
+        self,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        state_slots: torch.Tensor,
+        query_start: torch.Tensor,
+        trees: TreeBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """As the op `gdn_verify`."""
+        lib, params = self._lib, self._params
+        lib.fill_tensor(params.mixed_qkv, mixed_qkv)
+        lib.fill_tensor(params.a, a)
+        lib.fill_tensor(params.b, b)
+        params.layer.state_slots = lib.pointer(state_slots, "int32_t", torch.int32)
+        params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
+        params.tree = trees.described(state_slots.shape[0])
+        lib.fill_tensor(params.out, out)
+        lib.call("gdn_verify", params, mixed_qkv.device)
 
 
 @torch.library.custom_op(
@@ -164,36 +244,12 @@ def gdn_verify(
 ) -> None:
     """Outputs of every node from the layer's state, which stays as it is.
 
-    mixed_qkv [T, C]; a, b [T, Hv]; a_log, dt_bias [Hv]; conv_weight [C, 4];
-    conv_state [slots, C, 3]; ssm_state [slots, Hv, 128 v, 128 k] f32; stash_qkv
-    [T', C], stash_gates f32 [T', 2, Hv], T' >= T; state_slots int32 [n];
-    query_start int32 [n + 1]; out [T, Hv, 128]."""
-    lib = library()
-    n = state_slots.shape[0]
-    params = lib.params("ddt_gdn_verify_params")
-    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
-    rows = mixed_qkv.shape[0]
-    _fill_gdn_layer(
-        lib,
-        params.layer,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        ssm_state,
-        stash_qkv[:rows],
-        stash_gates[:rows],
-        state_slots,
-    )
-    lib.fill_tensor(params.mixed_qkv, mixed_qkv)
-    lib.fill_tensor(params.a, a)
-    lib.fill_tensor(params.b, b)
-    lib.fill_tensor(params.a_log, a_log)
-    lib.fill_tensor(params.dt_bias, dt_bias)
-    params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
-    params.tree = topology
-    params.norm_eps = 1e-6
-    lib.fill_tensor(params.out, out)
-    lib.call("gdn_verify", params, mixed_qkv.device)
+    mixed_qkv [T, C]; a, b [T, Hv]; state_slots int32 [n]; query_start int32 [n + 1];
+    out [T, Hv, 128]; the layer's own as for `GdnVerifyPlan`, T' >= T."""
+    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
+    layer = conv_weight, conv_bias, conv_state, ssm_state, stash_qkv, stash_gates
+    plan = GdnVerifyPlan(a_log, dt_bias, *layer)
+    plan.run(mixed_qkv, a, b, state_slots, query_start, trees, out)
 
 
 # No optional outputs: in PyTorch 2.11 a custom op may not leave out what it mutates.
@@ -225,8 +281,8 @@ def tree_accept(
     lib = library()
     n = num_accepted.shape[0]
     params = lib.params("ddt_tree_accept_params")
-    topology = describe(lib, tree, TreeShape(num_reqs, max_nodes, max_depth), n)
-    params.tree = topology
+    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
+    params.tree = trees.described(n)
     params.query_start = lib.pointer(query_start, "int32_t", torch.int32)
     params.node_tokens = lib.pointer(node_tokens, "int64_t", torch.int64)
     lib.fill_tensor(params.logits, logits)
@@ -260,7 +316,7 @@ class CommitPlan:
     ) -> None:
         self._lib = lib = library()
         self._device = num_accepted.device
-        self._tree = describe(lib, trees.storage, trees.shape)
+        self._trees = trees
         self._gdn = lib.ffi.new("ddt_gdn_layer[]", max(1, len(gdn)))
         for layer, tensors in zip(self._gdn, gdn, strict=False):
             weight, *rest = tensors
@@ -271,7 +327,6 @@ class CommitPlan:
             lib.fill_tensor(layer.value_cache, value_cache)
             layer.row_slots = lib.pointer(row_slots, "int64_t", torch.int64)
         self._params = params = lib.params("ddt_commit_params")
-        params.tree = self._tree
         params.num_gdn_layers = len(gdn)
         params.num_kv_layers = len(kv)
         params.gdn_layers = self._gdn
@@ -283,7 +338,7 @@ class CommitPlan:
 
     def run(self, num_reqs: int) -> None:
         """Commit the first `num_reqs` requests on the current stream."""
-        self._tree.num_reqs = num_reqs
+        self._params.tree = self._trees.described(num_reqs)
         self._lib.call("commit", self._params, self._device)
 
 

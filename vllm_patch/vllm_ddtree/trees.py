@@ -55,6 +55,7 @@ class TreeBatch:
     def __init__(self, shape: TreeShape, storage: torch.Tensor) -> None:
         self.shape = shape
         self.storage = storage
+        self._tree: Any = None
         offset = 0
         for name, size in shape.field_sizes().items():
             count = 1
@@ -93,12 +94,18 @@ class TreeBatch:
     def fields(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self.shape.field_sizes()]
 
+    def described(self, num_reqs: int | None = None) -> Any:
+        """The ddt_tree of the first `num_reqs` requests, until the next call. It lives
+        as long as this batch."""
+        if self._tree is None:
+            self._tree = describe(library(), self)
+        self._tree.num_reqs = self.shape.num_reqs if num_reqs is None else num_reqs
+        return self._tree
 
-def describe(
-    lib: Library, storage: torch.Tensor, shape: TreeShape, num_reqs: int | None = None
-) -> Any:
-    """A ddt_tree over `storage`, of the first `num_reqs` of its R requests."""
-    batch = TreeBatch(shape, storage)
+
+def describe(lib: Library, batch: TreeBatch, num_reqs: int | None = None) -> Any:
+    """A ddt_tree of the first `num_reqs` of a batch's R requests."""
+    shape = batch.shape
     tree = lib.params("ddt_tree")
     tree.num_reqs = shape.num_reqs if num_reqs is None else num_reqs
     tree.max_nodes = shape.max_nodes
