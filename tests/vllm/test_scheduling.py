@@ -528,3 +528,25 @@ def test_boundary_snapshots_by_hand():
             crossed += 1
         assert 1 <= tokens[i] <= accepted[i] + 1
     assert crossed
+
+
+def test_no_boundary_is_missed_by_what_the_host_knows():
+    from vllm_ddtree.model_state import TreeStateMixin
+
+    rng = np.random.default_rng()
+    block, budget = 784, 31
+    state = SimpleNamespace(
+        cache_config=SimpleNamespace(mamba_block_size=block), tree_budget=budget
+    )
+    guesses = []
+    for _ in range(20_000):
+        start, accepted, in_flight = (int(x) for x in rng.integers((1, 0, 0), (4000, 32, 32)))
+        rows = int(rng.integers(accepted + 1, budget + 2))
+        batch = SimpleNamespace(
+            num_computed_tokens_np=np.array([start + in_flight], np.int32),
+            num_scheduled_tokens=np.array([rows], np.int32),
+        )
+        guesses.append(TreeStateMixin._may_cross_blocks(state, batch, 1))
+        if boundary_by_walking(start, accepted, rows, block) is not None:
+            assert guesses[-1], (start, accepted, in_flight, rows)
+    assert np.mean(guesses) < 0.25

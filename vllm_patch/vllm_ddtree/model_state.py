@@ -31,7 +31,7 @@ from vllm_ddtree.trees import TreeBatch, TreeShape
 logger = init_logger(__name__)
 
 # Steps without a CUDA graph have their tensors anywhere.
-MAX_MOVE_PLANS = 64
+MAX_MOVE_PLANS = 256
 
 
 class TreeStateMixin(ModelState):

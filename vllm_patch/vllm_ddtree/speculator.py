@@ -41,7 +41,11 @@ class DDTreeSpeculator(DFlashSpeculator):
         self._round_budget = torch.full(
             (1,), self.tree_budget, dtype=torch.int32, device=device
         )
-        self._last_budget = self.tree_budget
+        # Cap of the slots that get trees: -1, none, in dummy runs, whose slots are others'.
+        self._last_slot = torch.full(
+            (1,), self.max_num_reqs - 1, dtype=torch.int64, device=device
+        )
+        self._round = self.tree_budget, False
         self._drafts = torch.zeros(
             self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
         )
@@ -81,7 +85,8 @@ class DDTreeSpeculator(DFlashSpeculator):
             return
         params = self.model_state.request_params
         # The request's slot, -1 for padding of a graph, which writes no tree.
-        tree_index = self.sample_idx_mapping[:num_sample:horizon]
+        sampled = self.sample_idx_mapping[:num_sample:horizon]
+        tree_index = torch.minimum(sampled, self._last_slot)
         slots = tree_index.clamp(min=0)
         # The first query row of a request is its anchor, the tree's root.
         num_query = num_reqs * self.num_query_per_req
@@ -128,7 +133,7 @@ class DDTreeSpeculator(DFlashSpeculator):
                 input_batch.positions, aux_hidden_states or [last_hidden_states]
             )
         budget = kwargs.get("num_speculative_tokens")
-        self._set_round_budget(self.tree_budget if budget is None else budget)
+        self._set_round(self.tree_budget if budget is None else budget, dummy_run)
         super().propose(
             input_batch,
             attn_metadata,
@@ -146,7 +151,9 @@ class DDTreeSpeculator(DFlashSpeculator):
             )
         return self._drafts[: input_batch.num_reqs]
 
-    def _set_round_budget(self, budget: int) -> None:
-        if budget != self._last_budget:
+    def _set_round(self, budget: int, is_dummy: bool) -> None:
+        """What the draft step's graph reads; hardly ever other than in the last round."""
+        if self._round != (budget, is_dummy):
             self._round_budget.fill_(budget)
-            self._last_budget = budget
+            self._last_slot.fill_(-1 if is_dummy else self.max_num_reqs - 1)
+            self._round = budget, is_dummy
