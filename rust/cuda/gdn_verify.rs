@@ -96,7 +96,7 @@ fn parts(dtype: DType) -> usize {
 /// What the parameters point to must be as the header says; no tensor's data is read.
 pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_gdn_verify_params) -> Result<usize> {
     // SAFETY: the caller's promise.
-    let args = unsafe { gdn_verify_tensors(params, ptr::tree(params.tree)?.1) }?;
+    let args = unsafe { gdn_verify_tensors(params, ptr::tree(params.tree, "tree")?.1) }?;
     Ok(Workspace::new(&args, &args.check()?)?.bytes)
 }
 
@@ -104,7 +104,7 @@ pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_gdn_verify_p
 /// What the parameters point to must be as the header says, in the device's memory.
 pub(crate) unsafe fn launch(device: &Device, raw: &ddt_gdn_verify_params, stream: *mut c_void) -> Result<()> {
     // SAFETY: the caller's promise; data is not read here.
-    let (tree, dims) = unsafe { ptr::tree(raw.tree) }?;
+    let (tree, dims) = unsafe { ptr::tree(raw.tree, "tree") }?;
     // SAFETY: as above.
     let args = unsafe { gdn_verify_tensors(raw, dims) }?;
     let checked = args.check()?;

@@ -80,7 +80,7 @@ pub(crate) unsafe fn launch(
     stream: *mut c_void,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let ((tree, dims), logits) = unsafe { (ptr::tree(params.tree)?, tree_accept_logits(params)?) };
+    let ((tree, dims), logits) = unsafe { (ptr::tree(params.tree, "tree")?, tree_accept_logits(params)?) };
     let TreeDims { num_reqs, max_depth, .. } = dims;
     let path_len = num_reqs * (max_depth + 1);
     for (field, name) in [

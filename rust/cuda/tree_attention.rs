@@ -216,7 +216,7 @@ impl<'a> Plan<'a> {
         ptr::no_flags(params.flags)?;
         // SAFETY: the caller's promise. The tensors' data stays unread.
         let (tree, tree_dims, query, key_cache, value_cache, block_table, out) = unsafe {
-            let (tree, tree_dims) = ptr::tree(params.tree)?;
+            let (tree, tree_dims) = ptr::tree(params.tree, "tree")?;
             (
                 tree,
                 tree_dims,

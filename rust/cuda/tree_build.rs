@@ -156,7 +156,7 @@ impl Offsets {
 pub(crate) unsafe fn workspace_bytes(_device: &Device, params: &ddt_tree_build_params) -> Result<usize> {
     // SAFETY: the caller's promise.
     unsafe {
-        let (_, dims) = ptr::tree(params.tree)?;
+        let (_, dims) = ptr::tree(params.tree, "tree")?;
         check_scalars(params)?;
         let (_, num_reqs) = batch(params, dims)?;
         let scores = BatchScores::new(params, num_reqs)?;
@@ -175,7 +175,7 @@ pub(crate) unsafe fn launch(
 ) -> Result<()> {
     // SAFETY: the caller's promise; device pointers are only checked.
     let (tree, dims, tree_index, num_reqs, scores) = unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         TreeOutput::new(&tree, dims)?;
         check_scalars(params)?;
         let (tree_index, num_reqs) = batch(params, dims)?;

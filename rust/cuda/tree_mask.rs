@@ -32,7 +32,7 @@ pub(crate) unsafe fn launch(
     stream: *mut c_void,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (tree, dims) = unsafe { ptr::tree(params.tree) }?;
+    let (tree, dims) = unsafe { ptr::tree(params.tree, "tree") }?;
     // SAFETY: pointers are only checked.
     unsafe { TreeOutput::new(&tree, dims) }?;
     let order = ptr::optional_device_output(params.order, dims.num_slots(), "order")?;

@@ -107,7 +107,7 @@ pub(crate) unsafe fn commit_layers(params: &ddt_commit_params) -> Result<CommitL
     let num_kv_layers = layer_count(params.num_kv_layers, "num_kv_layers")?;
     // SAFETY: the caller's promise.
     unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         Ok(CommitLayers {
             tree,
             dims,

@@ -58,7 +58,7 @@ pub unsafe extern "C" fn ddt_gdn_verify(
 unsafe fn run(params: &ddt_gdn_verify_params) -> Result<()> {
     // SAFETY: the caller's promise, for every pointer and tensor.
     unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         gdn_verify(GdnVerify {
             state_slots: ptr::input(params.layer.state_slots, dims.num_reqs, "state_slots")?,
             query_start: ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?,

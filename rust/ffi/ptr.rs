@@ -356,16 +356,20 @@ impl TreeDims {
     }
 }
 
-/// The num_nodes of a tree that an operation reads: `[R]`, each 0 to N.
+/// The num_nodes of the tree `name` that an operation reads: `[R]`, each 0 to N.
 ///
 /// # Safety
 /// As for [`input`].
-pub(crate) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'a [i32]> {
+pub(crate) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims, name: &str) -> Result<&'a [i32]> {
     // SAFETY: the caller's promise.
-    let num_nodes = unsafe { input(tree.num_nodes, dims.num_reqs, "tree.num_nodes") }?;
+    let num_nodes = unsafe { input(tree.num_nodes, dims.num_reqs, &format!("{name}.num_nodes")) }?;
     for (r, &count) in num_nodes.iter().enumerate() {
         if count < 0 || count as usize > dims.max_nodes {
-            bail!(InvalidValue, "tree.num_nodes[{r}]: got {count}, want 0..={} (max_nodes)", dims.max_nodes);
+            bail!(
+                InvalidValue,
+                "{name}.num_nodes[{r}]: got {count}, want 0..={} (max_nodes)",
+                dims.max_nodes
+            );
         }
     }
     Ok(num_nodes)
@@ -376,17 +380,17 @@ pub(crate) unsafe fn num_nodes<'a>(tree: &ddt_tree, dims: TreeDims) -> Result<&'
 ///
 /// # Safety
 /// As for [`versioned`].
-pub(crate) unsafe fn tree(tree: *const ddt_tree) -> Result<(ddt_tree, TreeDims)> {
+pub(crate) unsafe fn tree(tree: *const ddt_tree, name: &str) -> Result<(ddt_tree, TreeDims)> {
     // SAFETY: the caller's promise.
-    let tree = unsafe { versioned(tree, "tree") }?;
+    let tree = unsafe { versioned(tree, name) }?;
     if tree.num_reqs < 0 {
-        bail!(InvalidShape, "tree.num_reqs: got {}, want >= 0", tree.num_reqs);
+        bail!(InvalidShape, "{name}.num_reqs: got {}, want >= 0", tree.num_reqs);
     }
     if !(1..=MAX_NODE_BUDGET as i32 + 1).contains(&tree.max_nodes) {
-        bail!(InvalidShape, "tree.max_nodes: got {}, want 1..={}", tree.max_nodes, MAX_NODE_BUDGET + 1);
+        bail!(InvalidShape, "{name}.max_nodes: got {}, want 1..={}", tree.max_nodes, MAX_NODE_BUDGET + 1);
     }
     if !(0..=MAX_DEPTH as i32).contains(&tree.max_depth) {
-        bail!(InvalidShape, "tree.max_depth: got {}, want 0..={MAX_DEPTH}", tree.max_depth);
+        bail!(InvalidShape, "{name}.max_depth: got {}, want 0..={MAX_DEPTH}", tree.max_depth);
     }
     let dims = TreeDims {
         num_reqs: tree.num_reqs as usize,

@@ -143,7 +143,7 @@ impl<'a> Inputs<'a> {
         // SAFETY: the caller's promise, for every pointer.
         unsafe {
             let logits = tree_accept_logits(params)?;
-            let num_nodes = ptr::num_nodes(tree, dims)?;
+            let num_nodes = ptr::num_nodes(tree, dims, "tree")?;
             let query_start = ptr::input(params.query_start, dims.num_reqs + 1, "query_start")?;
             let links = TreeLinks {
                 tokens: ptr::input(tree.tokens, slots, "tree.tokens")?,
@@ -220,7 +220,7 @@ impl<'a> Inputs<'a> {
 unsafe fn run(params: &ddt_tree_accept_params) -> Result<()> {
     // SAFETY: the caller's promise.
     let (inputs, mut outputs) = unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         let TreeDims { num_reqs, max_depth, .. } = dims;
         let path_len = num_reqs * (max_depth + 1);
         (

@@ -55,7 +55,7 @@ unsafe fn run(params: &ddt_tree_attention_params) -> Result<()> {
     // SAFETY: the caller's promise, for every pointer and tensor.
     unsafe {
         ptr::no_flags(params.flags)?;
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         tree_attention(TreeAttention {
             query: ptr::tensor(&params.query, 3, "query")?,
             key_cache: ptr::tensor(&params.key_cache, 4, "key_cache")?,

@@ -287,7 +287,7 @@ fn named_trees(index: &TensorRef<'_>, num_trees: usize) -> Result<Vec<Option<usi
 unsafe fn run(params: &ddt_tree_build_params) -> Result<()> {
     // SAFETY: the caller's promise.
     let (mut out, inputs) = unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         (TreeOutput::new(&tree, dims)?, Inputs::new(params, dims)?)
     };
     // all requests first: an error in the last one must leave the first one's row alone

@@ -64,8 +64,8 @@ impl<'a> Gather<'a> {
         ptr::no_flags(params.flags)?;
         // SAFETY: the caller's promise.
         unsafe {
-            let (source, source_dims) = ptr::tree(params.source)?;
-            let (tree, dims) = ptr::tree(params.tree)?;
+            let (source, source_dims) = ptr::tree(params.source, "source")?;
+            let (tree, dims) = ptr::tree(params.tree, "tree")?;
             if dims.max_depth != source_dims.max_depth {
                 bail!(
                     InvalidShape,
@@ -219,7 +219,7 @@ unsafe fn run(params: &ddt_tree_gather_params) -> Result<()> {
         let num_trees = tree_index.shape()[0];
         let places = dims.max_depth + 1;
         let words = (source_dims.words(), dims.words());
-        let source_num_nodes = ptr::num_nodes(source, *source_dims)?;
+        let source_num_nodes = ptr::num_nodes(source, *source_dims, "source")?;
         let mut num_nodes = ptr::output(tree.num_nodes, dims.num_reqs, "tree.num_nodes")?;
         let query_start = ptr::input(params.query_start, num_trees + 1, "query_start")?;
         let field = |from: *mut i32, to, name, width| Field::new(&gather, from, to, name, (width, width));

@@ -118,7 +118,7 @@ impl<'a> Inputs<'a> {
 unsafe fn run(params: &ddt_tree_mask_params) -> Result<()> {
     // SAFETY: the caller's promise.
     let (mut out, mut order, inputs) = unsafe {
-        let (tree, dims) = ptr::tree(params.tree)?;
+        let (tree, dims) = ptr::tree(params.tree, "tree")?;
         (
             TreeOutput::new(&tree, dims)?,
             ptr::optional_output(params.order, dims.num_slots(), "order")?,
