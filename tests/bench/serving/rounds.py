@@ -178,13 +178,19 @@ def provenance(script: str = "rounds.py") -> dict:
     import torch
     import vllm
 
+    # Where the line goes says nothing about it.
+    asked = sys.argv[1:]
+    if "--out" in asked:
+        at = asked.index("--out")
+        del asked[at : at + 2]
     commit = os.environ.get("DDTREE_COMMIT")
     if not commit:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     return dict(
-        gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none", vllm=vllm.__version__, torch=torch.__version__, commit=commit,
-        command=shlex.join(["python", f"tests/bench/serving/{script}", *sys.argv[1:]]),
+        gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        vllm=vllm.__version__, torch=torch.__version__, commit=commit,
+        command=shlex.join(["python", f"tests/bench/serving/{script}", *asked]),
     )  # fmt: skip
 
 
