@@ -18,7 +18,7 @@ def refuse_with(monkeypatch, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "DDT_UNSUPPORTED: context_create: params.device: got CUDA, want CPU, the only backend",
+        "DDT_UNSUPPORTED: context_create: params.device: got CUDA, want CPU, the only backend of this build",
         "DDT_ARCH_NOT_BUILT: context_create: GPU: got compute capability 9.0, want one that ...",
     ],
 )
@@ -30,8 +30,14 @@ def test_a_build_without_this_gpu(monkeypatch, text):
     assert said.startswith(f"libddtree was built without kernels for this GPU ({text}); rebuild it")
 
 
-def test_other_refusals_are_the_librarys_own_words(monkeypatch):
-    text = "DDT_NO_DEVICE: context_create: CUDA driver: got none; install NVIDIA's driver"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DDT_NO_DEVICE: context_create: CUDA driver: got none; install NVIDIA's driver",
+        "DDT_UNSUPPORTED: context_create: GPU: got 1 bytes of shared memory per block, want 2",
+    ],
+)
+def test_other_refusals_are_the_librarys_own_words(monkeypatch, text):
     refuse_with(monkeypatch, text)
     with pytest.raises(native.LibraryError) as refusal:
         registration.load_kernels(torch.device("cuda", 0))

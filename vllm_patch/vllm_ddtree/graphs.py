@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FULL CUDA graphs of exactly the batches that rounds meet. vLLM rounds every size of
-its list up to whole requests of every tier's length: some 200 graphs, most of them of
-no batch, and still batches that find none."""
+its list up to whole requests of every tier's length: over a hundred graphs, most of
+them of no batch that is met, and still batches that find none."""
 
 from collections import defaultdict
 
@@ -37,7 +37,7 @@ def advise(manager: CudaGraphManager) -> str | None:
             "ddtree: rounds are slow without FULL CUDA graphs (cudagraph_mode is "
             f"{mode.name}); {change}."
         )
-    largest = config.compilation_config.max_cudagraph_capture_size
+    largest = config.compilation_config.max_cudagraph_capture_size or 0
     rows = max_tree_rows(config)
     if largest < rows:
         return (

@@ -16,9 +16,10 @@ def load_kernels(device: torch.device) -> None:
     try:
         library().context(device)
     except LibraryError as error:
-        if str(error).startswith(("DDT_UNSUPPORTED", "DDT_ARCH_NOT_BUILT")):
+        text = str(error)
+        if text.startswith("DDT_ARCH_NOT_BUILT") or "backend of this build" in text:
             raise LibraryError(
-                f"libddtree was built without kernels for this GPU ({error}); rebuild it with "
+                f"libddtree was built without kernels for this GPU ({text}); rebuild it with "
                 "nvcc 13, and without DDTREE_CUDA_ARCHS or with this GPU in it."
             ) from error
         raise
