@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.native import Library
+from vllm_ddtree.native import Library, library
 
 _PER_REQUEST = ("num_nodes", "flags")
 _PER_NODE = (
