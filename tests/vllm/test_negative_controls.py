@@ -31,14 +31,24 @@ def without_kv_moves(monkeypatch, module):
 
 
 def with_linear_positions(monkeypatch, module):
-    gather = module.TreeStateMixin._gather_trees
+    mixin = module.TreeStateMixin
+    gather, accepted_first = mixin._gather_trees, mixin.accepted_first
+    tree_positions = []
 
     def linear(self, step, input_batch, mrope_positions):
         kept = input_batch.positions.clone()
         gather(self, step, input_batch, None)
+        tree_positions[:] = [input_batch.positions.clone()]
         input_batch.positions.copy_(kept)
 
-    monkeypatch.setattr(module.TreeStateMixin, "_gather_trees", linear)
+    def of_the_tree(self, positions, hidden_states):
+        # The drafter's own stay right.
+        if self.step is not None:
+            positions.copy_(tree_positions[0])
+        accepted_first(self, positions, hidden_states)
+
+    monkeypatch.setattr(mixin, "_gather_trees", linear)
+    monkeypatch.setattr(mixin, "accepted_first", of_the_tree)
 
 
 def with_causal_mask(monkeypatch, module):
