@@ -34,6 +34,14 @@ def served(engine: Engine, max_chunk_logits: int, mode: str) -> tuple[Run, int]:
         return engine.generate(prompts(REQUESTS, first=30), params), most
 
 
+def comparable(run: Run) -> list[tuple]:
+    """Which of two tokens with equal scores is listed depends on how many rows a GPU sorts at once."""
+    return [
+        (o.token_ids, o.finish_reason, [sorted(entries.values()) for entries in o.logprobs or ()])
+        for o in run.outputs
+    ]
+
+
 def test_chunks_change_nothing():
     with Engine(
         {"method": "ddtree", "tree_budget": BUDGET},
@@ -47,4 +55,4 @@ def test_chunks_change_nothing():
             for limit, want in ((1, 4), (BUDGET + 1, 4), (2 * (BUDGET + 1), 2)):
                 got, chunks = served(engine, limit, mode)
                 assert chunks == want
-                assert got.outputs == whole.outputs, (mode, limit)
+                assert comparable(got) == comparable(whole), (mode, limit)
