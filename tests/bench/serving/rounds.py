@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -131,28 +132,45 @@ class Bench:
             return None
         return round(get_max_concurrency_for_kv_cache_config(core.vllm_config, config), 1)
 
-    def launches(self, batch: int, context: int) -> dict[str, float]:
-        """Calls of the CUDA driver per round, by the host."""
+    def profile(self, batch: int, context: int) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+        """Per round: what the host calls, and (times, microseconds) of each kernel."""
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        counts = {}
-        for tokens in (SHORT, SHORT + 16):
+        on_device = torch.autograd.DeviceType.CUDA
+        calls, kernels, rounds = Counter(), defaultdict(lambda: [0, 0.0]), 0
+        # What a start and an end cost is in both.
+        for sign, tokens in ((-1, SHORT), (1, SHORT + 16)):
             with torch.profiler.profile(activities=activities) as trace:
                 _, drafts = self.generate(batch, context, tokens)
-            events = trace.events()
-            launched = sum(e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")) for e in events)
-            # vLLM's copy of the output waits on an event; everything else would show here
-            waits = sum(e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for e in events)
-            copies = sum(e.name.startswith("Memcpy DtoH") for e in events)
-            rounds = drafts / batch if self.args.method != "none" else tokens
-            counts[tokens] = launched, waits, copies, rounds
-        before, after = counts.values()
+            rounds += sign * (drafts / batch if self.args.method != "none" else tokens)
+            for event in trace.events():
+                name = event.name
+                if name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")):
+                    calls["launches_per_round"] += sign
+                # vLLM's copy of the output waits on an event; everything else would show here
+                elif name in ("cudaStreamSynchronize", "cudaDeviceSynchronize"):
+                    calls["host_syncs_per_round"] += sign
+                elif name.startswith("Memcpy DtoH"):
+                    calls["copies_to_host_per_round"] += sign
+                if event.device_type == on_device:
+                    kernels[name][0] += sign
+                    kernels[name][1] += sign * event.time_range.elapsed_us()
         names = ("launches_per_round", "host_syncs_per_round", "copies_to_host_per_round")
-        rounds = after[-1] - before[-1]
-        return {
-            name: round((b - a) / rounds, 2) for name, a, b in zip(names, before, after, strict=False)
-        }
+        return (
+            {name: round(calls[name] / rounds, 2) for name in names},
+            {name: (n / rounds, us / rounds) for name, (n, us) in kernels.items()},
+        )
+
+    def write_profile(self, kernels: dict[str, tuple[float, float]], what: str) -> None:
+        """The kernels that take longest, as a table."""
+        longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:40]
+        total = sum(us for _, us in kernels.values())
+        with open(self.args.profile, "a", encoding="utf-8") as file:
+            file.write(f"{what}: {total / 1e3:.2f} ms of kernels a round\n\n| us | times | kernel |\n|--:|--:|---|\n")
+            for name, (times, us) in longest:
+                file.write(f"| {us:.1f} | {times:.1f} | `{name[:100].replace('|', ' ')}` |\n")
+            file.write("\n")
 
     def run(self, batch: int, context: int) -> dict:
         self.generate(batch, context, SHORT)
@@ -165,12 +183,17 @@ class Bench:
             times.append((1e3 * (long - short) / rounds, (LONG - SHORT) / rounds))
         times.sort()
         ms, tokens = times[len(times) // 2]
+        calls = {}
+        if self.args.launches or self.args.profile:
+            calls, kernels = self.profile(batch, context)
+        if self.args.profile:
+            self.write_profile(kernels, f"{self.args.method} {self.args.budget}, batch {batch}, context {context}")
         return dict(
             ms_per_round=round(ms, 3), spread=round(times[-1][0] - times[0][0], 3),
             tokens_per_round=round(tokens, 3), tokens_per_s=round(1e3 * tokens * batch / ms, 1),
             ttft_ms=round(1e3 * first[self.args.repeat], 1), requests_4k_that_fit=self.requests_that_fit(),
             start_s=round(self.start_s, 1),
-            **(self.launches(batch, context) if self.args.launches else {}),
+            **calls,
         )  # fmt: skip
 
 
@@ -178,10 +201,10 @@ def provenance(script: str = "rounds.py") -> dict:
     import torch
     import vllm
 
-    # Where the line goes says nothing about it.
+    # Where the results go says nothing about them.
     asked = sys.argv[1:]
-    if "--out" in asked:
-        at = asked.index("--out")
+    for option in {"--out", "--profile"} & set(asked):
+        at = asked.index(option)
         del asked[at : at + 2]
     commit = os.environ.get("DDTREE_COMMIT")
     if not commit:
@@ -203,6 +226,7 @@ def main() -> None:
     parser.add_argument("--size", choices=DIMENSIONS, default="27b")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--launches", action="store_true", help="also count launches and waits per round")
+    parser.add_argument("--profile", help="file to append a table of the longest kernels to")
     parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
     parser.add_argument("--out", help="JSON lines file to append to")
     args = parser.parse_args()
