@@ -194,12 +194,12 @@ REFUSED = {
     ),
     "data parallelism": (
         engine(data_parallel_size=2, max_num_seqs=64),
-        "under data parallelism every step has trees of 31 nodes, and 64 requests with them exceed "
-        "512 rows; set --max-num-seqs to at most 16 or --speculative-tree-budget to at most 7.",
+        "under data parallelism every step has trees of 31 nodes, and 64 requests with them are "
+        "more than a step holds; set --max-num-seqs to at most 16 or --speculative-tree-budget to at most 7.",
     ),
     "data parallelism of many": (
         engine(data_parallel_size=2, max_num_seqs=512),
-        "and 512 requests with them exceed 512 rows; set --max-num-seqs to at most 16.",
+        "and 512 requests with them are more than a step holds; set --max-num-seqs to at most 16.",
     ),
     "watermarking": (
         engine(watermark_config={"key": "0" * 64}),
@@ -533,11 +533,13 @@ def test_state_block_holds_a_tree():
 def test_budgets_fall_with_the_number_of_requests():
     from vllm_ddtree import config
 
-    def tiers(budget, requests):
+    def tiers(budget, requests, tokens=2048):
         return config.budget_tiers(
             SimpleNamespace(
-                speculative_config=SimpleNamespace(tree_budget=budget),
-                scheduler_config=SimpleNamespace(max_num_seqs=requests),
+                speculative_config=SimpleNamespace(tree_budget=budget, tree_horizon=15),
+                scheduler_config=SimpleNamespace(
+                    max_num_seqs=requests, max_num_batched_tokens=tokens
+                ),
             )
         )
 
@@ -545,6 +547,9 @@ def test_budgets_fall_with_the_number_of_requests():
     assert tiers(63, 128) == [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 7), (65, 128, 0)]
     assert tiers(255, 3) == [(1, 2, 255), (3, 3, 127)]
     assert tiers(20, 30) == [(1, 24, 20), (25, 30, 15)]
+    # the drafter has 16 rows a request
+    assert tiers(31, 64, tokens=320) == [(1, 16, 31), (17, 20, 15), (21, 64, 0)]
+    assert tiers(31, 8, tokens=64) == [(1, 4, 31), (5, 8, 0)]
     assert config.describe_tiers(tiers(63, 8)) == (
         "ddtree: up to 8 requests in a step get trees of 63 nodes each, and logits are sampled in "
         "chunks of at most 1 GiB in float32."

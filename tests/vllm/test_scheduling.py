@@ -464,7 +464,10 @@ def test_chunks_beside_trees(served):
     mixed = [b for b in watch.batches if b.num_verifying and max(b.prefill_rows, default=0) > 1]
     assert len(mixed) >= 5
     assert any(b.num_verifying >= 2 for b in mixed)
-    # What was left of a step cuts a tree, in the middle of the text.
+    # What was left of a step cuts a tree, in the middle of the text. 0.33 takes no room
+    # from a step for the drafter, so that four trees always fit.
+    if on_gpu():
+        return
     cut = [r for r in watch.rounds if r.num_nodes == r.rows < served.budget + 1]
     assert cut and any(len(r.sampled) > 1 for r in cut)
 
