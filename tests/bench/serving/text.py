@@ -102,11 +102,11 @@ def main() -> None:
     engines += [*(("ddtree-chain", k) for k in args.our_chain), *(("ddtree", b) for b in args.budget)]
     for method, size in engines:
         served = Served(args, method, size)
-        served.run(prompts[: max(args.batch)], max(args.batch), 0.0, 16)
         for batch in args.batch:
             some = prompts[: max(8, args.prompts * batch // 16)]
-            served.run(some[:batch], batch, 1.0, 8)
             for temperature in args.temperature:
+                # Triton compiles kernels when a shape comes up.
+                served.run(some, batch, temperature, 24)
                 line = dict(
                     method=method, budget=size, batch=batch, temperature=temperature,
                     context=round(sum(map(len, some)) / len(some)), prompts=len(some),
