@@ -401,6 +401,30 @@ OTHERS |= {f"graphs of {name}": case for name, case in GRAPHS.items()} | {
 }
 
 
+# On a GPU, as far as the configuration asks: what is missing, and the sentence for it.
+ON_CUDA = {
+    "vllm.platforms.cpu.CpuPlatform.is_cpu": "?false",
+    "vllm.platforms.cpu.CpuPlatform.is_cuda": "?true",
+    "vllm.v1.attention.backends.fa_utils.get_flash_attn_version": "?3",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn._resolve_gdn_prefill_backend": (
+        '?["auto", "flashinfer"]'
+    ),
+    "vllm_ddtree.config._is_installed": "?true",
+}
+MISSING_ON_CUDA = {
+    "FlashAttention": (
+        {"vllm.v1.attention.backends.fa_utils.get_flash_attn_version": "?null"},
+        "ddtree needs FlashAttention; install a vLLM that was built with it.",
+    ),
+    "FlashInfer": (
+        {"vllm_ddtree.config._is_installed": "?false"},
+        "needs FlashInfer, which is not installed; install flashinfer-python or set "
+        "--gdn-prefill-backend triton.",
+    ),
+    "nothing": ({}, None),
+}
+
+
 def cases():
     # the stock cases come first: nothing of ours may be imported by then
     for name, case in STOCK.items():
@@ -411,6 +435,9 @@ def cases():
         yield f"refused {name}", {"call": "config", "args": args, "env": env, "fakes": fakes}
     for name, (args, _) in ACCEPTED.items():
         yield f"accepted {name}", {"call": "config", "args": args}
+    for name, (fakes, _) in MISSING_ON_CUDA.items():
+        call = {"call": "config", "args": ddtree(), "fakes": ON_CUDA | fakes}
+        yield f"on a GPU without {name}", call
 
 
 @pytest.fixture(scope="session")
@@ -558,6 +585,15 @@ def test_budgets_fall_with_the_number_of_requests():
         "ddtree: up to 16 requests in a step get trees of 31 nodes each, up to 32 of 15, up to 64 "
         "of 7, 65 and more none, and logits are sampled in chunks of at most 1 GiB in float32."
     )
+
+
+@pytest.mark.parametrize("name", MISSING_ON_CUDA)
+def test_what_a_gpu_needs(results, version, name):
+    result = results[f"on a GPU without {name}"]
+    text = MISSING_ON_CUDA[name][1]
+    if version == "0.32.0":
+        text = "ddtree on a GPU needs vLLM 0.33.0; upgrade vLLM."
+    assert text in result["error"] if text else result["value"]["method"] == "dflash", result
 
 
 def test_warm_up_verifies_what_a_step_may_hold(results, version):

@@ -9,6 +9,7 @@ Afterwards `spec.method` is "dflash", `spec.num_speculative_tokens` is the node 
 vLLM's scheduler reserves B + 1 rows per request) and `spec.tree_horizon` is the depth K.
 """
 
+import importlib.util
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +304,8 @@ def _verify_target(cfg: "VllmConfig") -> None:
         cfg.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     if hybrid:
         _verify_gdn(cfg, model)
+        if current_platform.is_cuda():
+            _verify_gdn_prefill(cfg)
 
 
 def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
@@ -339,6 +342,22 @@ def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
             f"ddtree does not support --mamba-cache-mode {cache.mamba_cache_mode}",
             "use align or none",
         )
+
+
+def _verify_gdn_prefill(cfg: "VllmConfig") -> None:
+    """vLLM would find out in the first prompt."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
+    _, backend = qwen_gdn_linear_attn._resolve_gdn_prefill_backend(cfg)
+    if backend == "flashinfer" and not _is_installed("flashinfer"):
+        _refuse(
+            "vLLM's prefill of GDN layers on this GPU needs FlashInfer, which is not installed",
+            "install flashinfer-python or set --gdn-prefill-backend triton",
+        )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _verify_batch(cfg: "VllmConfig") -> None:
