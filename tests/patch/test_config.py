@@ -560,13 +560,11 @@ def test_state_block_holds_a_tree():
 def test_budgets_fall_with_the_number_of_requests():
     from vllm_ddtree import config
 
-    def tiers(budget, requests, tokens=2048):
+    def tiers(budget, requests):
         return config.budget_tiers(
             SimpleNamespace(
-                speculative_config=SimpleNamespace(tree_budget=budget, tree_horizon=15),
-                scheduler_config=SimpleNamespace(
-                    max_num_seqs=requests, max_num_batched_tokens=tokens
-                ),
+                speculative_config=SimpleNamespace(tree_budget=budget),
+                scheduler_config=SimpleNamespace(max_num_seqs=requests),
             )
         )
 
@@ -574,9 +572,6 @@ def test_budgets_fall_with_the_number_of_requests():
     assert tiers(63, 128) == [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 7), (65, 128, 0)]
     assert tiers(255, 3) == [(1, 2, 255), (3, 3, 127)]
     assert tiers(20, 30) == [(1, 24, 20), (25, 30, 15)]
-    # the drafter has 16 rows a request
-    assert tiers(31, 64, tokens=320) == [(1, 16, 31), (17, 20, 15), (21, 64, 0)]
-    assert tiers(31, 8, tokens=64) == [(1, 4, 31), (5, 8, 0)]
     assert config.describe_tiers(tiers(63, 8)) == (
         "ddtree: up to 8 requests in a step get trees of 63 nodes each, and logits are sampled in "
         "chunks of at most 1 GiB in float32."

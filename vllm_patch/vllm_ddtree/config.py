@@ -388,15 +388,15 @@ def verify_state_block(tree_budget: int, block_size: int) -> None:
 
 def budget_tiers(vllm_config: "VllmConfig") -> list[tuple[int, int, int]]:
     """(first, last, nodes): steps of first..last requests draft that many nodes for each, so that
-    trees never have more than MAX_VERIFY_ROWS rows, roots included; 0 where no tree fits, or where
-    the drafter's rows, one more than its depth for each request, do not fit its buffers."""
-    spec, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    assert spec is not None and spec.tree_budget is not None and spec.tree_horizon is not None
-    most = scheduler.max_num_seqs
-    most_drafted = min(most, scheduler.max_num_batched_tokens // (spec.tree_horizon + 1))
+    trees never have more than MAX_VERIFY_ROWS rows, roots included; 0 where no tree fits.
+
+    vLLM itself runs no more requests at once than its drafter has rows for."""
+    spec = vllm_config.speculative_config
+    assert spec is not None and spec.tree_budget is not None
+    most = vllm_config.scheduler_config.max_num_seqs
     tiers, first = [], 1
     for nodes in (spec.tree_budget, *(n for n in SMALLER_BUDGETS if n < spec.tree_budget)):
-        last = min(MAX_VERIFY_ROWS // (nodes + 1), most_drafted)
+        last = min(MAX_VERIFY_ROWS // (nodes + 1), most)
         if last >= first:
             tiers.append((first, last, nodes))
             first = last + 1
