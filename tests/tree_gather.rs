@@ -240,7 +240,7 @@ fn what_cannot_be_is_refused() {
         case(|c| c.source.num_nodes[0] = 5),
         as_is,
         value,
-        "tree.num_nodes[0]: got 5, want 0..=4 (max_nodes)",
+        "source.num_nodes[0]: got 5, want 0..=4 (max_nodes)",
     );
     let change = |change: Change, status, want| refused(small(), change, status, want);
     change(|_, _, tree| tree.max_depth = 2, shape, "tree.max_depth: got 2, want 3 (source.max_depth)");

@@ -54,8 +54,18 @@ int main(void) {
   CHECK(is_poisoned(&memory, sizeof memory));
   params.new_number = 0;
 
+  // an older caller, whose parameters ended before tree_index: what is behind them is not read
+  memset(&params.known.tree_index, 0xff, sizeof params.known.tree_index);
+  tree = poisoned_tree(&memory);
+  const uint32_t before = offsetof(ddt_tree_build_params, tree_index);
+  params.known.struct_size = before;
+  CHECK(ddt_tree_build(context, &params.known, NULL) == DDT_OK);
+  CHECK(memory.flags[1] == 0);
+  memset(&params.known.tree_index, 0, sizeof params.known.tree_index);
+  tree = poisoned_tree(&memory);
+
   // no version has structs of these sizes
-  const uint32_t sizes[] = {0, 4, sizeof params.known - 8, sizeof params.known + 4, UINT32_MAX};
+  const uint32_t sizes[] = {0, 4, before - 8, sizeof params.known + 4, UINT32_MAX};
   for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
     params.known.struct_size = sizes[i];
     CHECK(ddt_tree_build(context, &params.known, NULL) == DDT_INVALID_STRUCT);
