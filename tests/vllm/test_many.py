@@ -55,4 +55,4 @@ def test_text_is_that_of_no_speculation(base, budget, max_num_seqs):
             near_ties=near_ties,
             tokens_per_round=round(got.tokens_per_round, 4),
         )
-        assert near_ties <= NUM_PROMPTS * 3 // 4, "too many near ties to show anything"
+        assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"

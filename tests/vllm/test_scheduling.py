@@ -168,8 +168,9 @@ class Served:
         with watching(self.engine) as watch:
             run = self.engine.generate(token_ids, params)
         near_ties = assert_same_text(self.base[scenario], run, scenario)
-        # A GPU meets more of them than a CPU; some text must be compared to its end.
-        assert near_ties <= len(run.outputs) * 3 // 4, "too many to show anything"
+        # DESIGN.md F17: a GPU meets more of them, and three of the four "shared" texts did.
+        most = len(run.outputs) * 3 // 4 if on_gpu() else len(run.outputs) // 2
+        assert near_ties <= most, "too many to show anything"
         return run, watch
 
     @cache
@@ -434,7 +435,7 @@ def test_prefix_hits_of_a_drafting_engine(served):
     # 0.32 computes the last full block again, for the drafter's sake.
     spec = served.engine.runner.vllm_config.speculative_config
     blocks = 1 if spec.use_eagle_block_drop() else 2
-    assert first - before <= 2 * blocks * BLOCK
+    assert first - before in range(0, 2 * blocks * BLOCK + 1, BLOCK)
     assert second - first == 3 * blocks * BLOCK
 
 

@@ -124,4 +124,4 @@ def test_soak():
         near_ties=near_ties,
     )
     assert len(requests) > MAX_NUM_SEQS
-    assert near_ties <= len(requests) * 3 // 4, "too many near ties to show anything"
+    assert near_ties <= len(requests) // 2, "too many near ties to show anything"

@@ -40,7 +40,7 @@ def compare(
         near_ties=near_ties,
         tokens_per_round=round(tree.tokens_per_round, 4),
     )
-    assert near_ties <= len(token_ids) * 3 // 4, "too many near ties to show anything"
+    assert near_ties <= len(token_ids) // 2, "too many near ties to show anything"
     assert tree.tokens_per_round > 1.5, "too little was accepted to show anything"
     return base, tree
 
@@ -126,5 +126,5 @@ def test_two_ranks(tmp_path, monkeypatch):
         gc.collect()
     tree = Run([Output(tuple(r.outputs[0].token_ids), (), "length") for r in results])
     near_ties = assert_same_text(base, tree, "two ranks")
-    assert near_ties <= NUM_PROMPTS * 3 // 4
+    assert near_ties <= NUM_PROMPTS // 2
     assert accepted > drafts / 2
