@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.ddtree: schemas, fakes and results against plain PyTorch."""
+"""The operations on tensors: schemas, fakes and results against plain PyTorch."""
 
 import pytest
 import torch
-from vllm_ddtree.ops import tree_gather
+from vllm_ddtree.ops import AttentionPlan, tree_gather
 from vllm_ddtree.trees import TreeBatch, TreeShape
 
 VOCAB, HORIZON, NODES = 97, 6, 16
@@ -100,10 +100,8 @@ def test_attention_sees_ancestors_and_context(dtype):
     value = torch.randn(3, kv_heads, block, dim).to(dtype)
     table = i32(2, 0)[None]
     out = torch.full_like(query, float("nan"))
-    torch.ops.ddtree.tree_attention(
-        query, key, value, table, i32(0, nodes), i32(context + nodes), trees.storage,
-        NODES, HORIZON, SHAPE.num_reqs, dim**-0.5, 0.0, out,
-    )  # fmt: skip
+    plan = AttentionPlan(key, value, dim**-0.5, 0.0)
+    plan.run(query, table, i32(0, nodes), i32(context + nodes), trees, out)
     total = context + nodes
     keys, values = (
         x[table[0].long()].transpose(0, 1).flatten(1, 2)[:, :total].double()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library's operations as torch custom ops, `torch.ops.ddtree.*`.
+"""The library's operations on tensors: torch custom ops, `torch.ops.ddtree.*`, where
+they stand by themselves, and plans where most of the arguments stay where they are.
 
-A batch of trees travels as its int32 storage (`trees.TreeBatch.storage`) and
-its capacity (num_reqs, max_nodes, max_depth). All ops write into tensors of the
+To an op a batch of trees is its int32 storage (`trees.TreeBatch.storage`) and
+its capacity (num_reqs, max_nodes, max_depth). All write into tensors of the
 caller, so that they can be captured, and return nothing. Row and padding rules:
 ddtree.h."""
 
@@ -127,7 +128,10 @@ class AttentionPlan:
         trees: TreeBatch,
         out: torch.Tensor,
     ) -> None:
-        """As the op `tree_attention`."""
+        """Paged prefix and tree rows in one softmax for the first requests.
+
+        query, out [T, Hq, Dh]; block_table int32 [n, max_blocks]; query_start int32
+        [n + 1]; seq_lens int32 [n]. On the current stream, as all that is here."""
         lib, params = self._lib, self._params
         lib.fill_tensor(params.query, query)
         lib.fill_tensor(params.block_table, block_table)
@@ -136,31 +140,6 @@ class AttentionPlan:
         params.tree = trees.described(seq_lens.shape[0])
         lib.fill_tensor(params.out, out)
         lib.call("tree_attention", params, query.device)
-
-
-@torch.library.custom_op("ddtree::tree_attention", mutates_args=("out",))
-def tree_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tree: torch.Tensor,
-    max_nodes: int,
-    max_depth: int,
-    num_reqs: int,
-    scale: float,
-    softcap: float,
-    out: torch.Tensor,
-) -> None:
-    """Paged prefix and tree rows in one softmax for the first requests.
-
-    query, out [T, Hq, Dh]; caches [blocks, Hkv, block_size, Dh]; block_table
-    int32 [n, max_blocks]; query_start int32 [n + 1]; seq_lens int32 [n]."""
-    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
-    plan = AttentionPlan(key_cache, value_cache, scale, softcap)
-    plan.run(query, block_table, query_start, seq_lens, trees, out)
 
 
 class GdnVerifyPlan:
@@ -207,7 +186,10 @@ class GdnVerifyPlan:
         trees: TreeBatch,
         out: torch.Tensor,
     ) -> None:
-        """As the op `gdn_verify`."""
+        """Outputs of every node from the layer's state, which stays as it is.
+
+        mixed_qkv [T, C]; a, b [T, Hv]; state_slots int32 [n]; query_start int32
+        [n + 1]; out [T, Hv, 128]; T' >= T."""
         lib, params = self._lib, self._params
         lib.fill_tensor(params.mixed_qkv, mixed_qkv)
         lib.fill_tensor(params.a, a)
@@ -217,39 +199,6 @@ class GdnVerifyPlan:
         params.tree = trees.described(state_slots.shape[0])
         lib.fill_tensor(params.out, out)
         lib.call("gdn_verify", params, mixed_qkv.device)
-
-
-@torch.library.custom_op(
-    "ddtree::gdn_verify", mutates_args=("stash_qkv", "stash_gates", "out")
-)
-def gdn_verify(
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    ssm_state: torch.Tensor,
-    stash_qkv: torch.Tensor,
-    stash_gates: torch.Tensor,
-    state_slots: torch.Tensor,
-    query_start: torch.Tensor,
-    tree: torch.Tensor,
-    num_reqs: int,
-    max_nodes: int,
-    max_depth: int,
-    out: torch.Tensor,
-) -> None:
-    """Outputs of every node from the layer's state, which stays as it is.
-
-    mixed_qkv [T, C]; a, b [T, Hv]; state_slots int32 [n]; query_start int32 [n + 1];
-    out [T, Hv, 128]; the layer's own as for `GdnVerifyPlan`, T' >= T."""
-    trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
-    layer = conv_weight, conv_bias, conv_state, ssm_state, stash_qkv, stash_gates
-    plan = GdnVerifyPlan(a_log, dt_bias, *layer)
-    plan.run(mixed_qkv, a, b, state_slots, query_start, trees, out)
 
 
 # No optional outputs: in PyTorch 2.11 a custom op may not leave out what it mutates.
@@ -342,5 +291,5 @@ class CommitPlan:
         self._lib.call("commit", self._params, self._device)
 
 
-for _op in (tree_build, tree_attention, gdn_verify, tree_accept):
+for _op in (tree_build, tree_accept):
     _op.register_fake(_void)
