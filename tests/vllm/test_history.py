@@ -32,13 +32,29 @@ from vllm_ddtree.trees import TreeBatch, TreeShape
 VOCAB, DEPTH, NODES, SLOTS, MAX_LEN = 203, 7, 24, 9, 160
 # Histories are made of few tokens, so that these come again and again.
 COMMON = list(range(40, 52))
-START, END, FORCED = [40, 41], [42], [43, 44, 43, 42]
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Of thinking, in tokens."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    # With words before the end, maybe.
+    forced: tuple[int, ...]
+
+
+MARKERS = [
+    Markers((40, 41), (42,), (43, 44, 43, 42)),
+    Markers((40,), (42, 43), (42, 43)),
+    Markers((40,), (41,), (41,)),
+]
 
 
 @dataclass
 class Request:
     prompt: list[int]
-    # The last one is the root's token.
+    # The last one is the root's token, or the prompt's last where there is none yet.
     output: list[int]
     params: dict
     # Of the nodes, the root first; a request without drafts has the root alone.
@@ -53,6 +69,10 @@ class Request:
             tokens.append(self.drafted[node - 1])
             node = self.parents[node]
         return tokens[::-1]
+
+    @property
+    def root(self) -> int:
+        return (self.prompt + self.output)[-1]
 
     @property
     def num_nodes(self) -> int:
@@ -97,7 +117,7 @@ def params_of(rng: random.Random, kinds: list[str], request: Request) -> dict:
             words.append([*text[-rng.randint(1, 9) :], rng.choice(COMMON)])
         params["_bad_words_token_ids"] = words
     if "thinking" in kinds:
-        params["thinking_token_budget"] = rng.randint(0, 9)
+        params["thinking_token_budget"] = rng.choice([0, 0, 1, 2, 4, 8])
     if "custom" in kinds:
         params["extra_args"] = {"ban": rng.randint(1, 4)}
     if kinds and rng.random() < 0.5:
@@ -105,22 +125,28 @@ def params_of(rng: random.Random, kinds: list[str], request: Request) -> dict:
     return params
 
 
-def make_requests(seed: int, kinds: list[str], count: int = 5) -> list[Request]:
-    """Trees lead, with the last one of them without parameters; then one without drafts."""
+def make_requests(seed: int, kinds: list[str], count: int = 6) -> list[Request]:
+    """Trees lead: the last of them has no parameters, and the one before is a prompt of
+    one token whose rows are padding. Then one without drafts, which may have no output."""
     rng = random.Random(seed)
     requests = []
     for i in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
         prompt += rng.choices(COMMON, k=rng.randint(1, 30))
         output = rng.choices(COMMON, k=rng.randint(1, 40))
-        nodes = 1 if i == count - 1 else rng.randint(2, NODES)
+        nodes = rng.randint(2, NODES)
+        if i == count - 1:
+            prompt, nodes = [0, *prompt], 1
+            output *= rng.randrange(2)
+        elif i == count - 3:
+            prompt, output, nodes = [rng.choice(COMMON)], [], 1
         parents = preorder(rng, nodes)
         drafted = rng.choices(COMMON, k=nodes - 1)
         own = [] if i == count - 2 else [k for k in kinds if rng.random() < 0.8]
         request = Request(prompt, output, {}, parents, drafted)
         request.params = params_of(rng, own, request)
         # Idle rows behind the nodes, as a batch of one shape has them.
-        request.rows = 1 if nodes == 1 else rng.choice([nodes, NODES, NODES])
+        request.rows = 1 if i == count - 1 else rng.choice([max(nodes, 2), NODES, NODES])
         requests.append(request)
     return requests
 
@@ -132,9 +158,7 @@ class Banned(LogitsProcessor):
 
     def __init__(self, vllm_config, req_states):
         self.req_states = req_states
-        self.ban = torch.zeros(
-            req_states.max_num_reqs, dtype=torch.int32, device=req_states.device
-        )
+        self.ban = torch.zeros(req_states.max_num_reqs, dtype=torch.int32, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         count = (sampling_params.extra_args or {}).get("ban", 0)
@@ -171,7 +195,7 @@ def device() -> torch.device:
     return torch.device("cuda" if on_gpu() else "cpu")
 
 
-def new_sampler(slots: int, processors=(Banned,)) -> Any:
+def new_sampler(slots: int, markers: Markers = MARKERS[0], processors=(Banned,)) -> Any:
     if not on_gpu():
         import vllm.v1.worker.cpu.shm  # noqa: F401  (buffers in the CPU's memory)
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState
@@ -181,9 +205,9 @@ def new_sampler(slots: int, processors=(Banned,)) -> Any:
     states = RequestState(slots, MAX_LEN, 512, NODES - 1, VOCAB, device())
     config = SimpleNamespace(
         reasoning_config=SimpleNamespace(
-            reasoning_start_token_ids=START,
-            reasoning_end_token_ids=FORCED,
-            natural_reasoning_end_token_ids=END,
+            reasoning_start_token_ids=list(markers.start),
+            reasoning_end_token_ids=list(markers.forced),
+            natural_reasoning_end_token_ids=list(markers.end),
         )
     )
     shared = LogitsProcRequestState.from_request_state(states)
@@ -250,10 +274,13 @@ class Verification:
     batch: Any
     step: VerifyStep
     slots: list[int]
+    markers: Markers
 
 
-def verification(requests: list[Request], slots: list[int], rng: random.Random) -> Verification:
-    verified = [r for r in requests if r.num_nodes > 1]
+def verification(
+    requests: list[Request], slots: list[int], markers: Markers, rng: random.Random
+) -> Verification:
+    verified = [r for r in requests if r.rows > 1]
     trees = TreeBatch.zeros(TreeShape(len(requests) + 1, NODES, DEPTH), torch.device("cpu"))
     # What is left of other trees, behind the last node.
     trees.ancestors.copy_(torch.randint(-1, NODES, trees.ancestors.shape))
@@ -271,8 +298,10 @@ def verification(requests: list[Request], slots: list[int], rng: random.Random) 
         root = len(request.prompt) + len(request.output) - 1
         depths = [len(request.path(node)) for node in range(request.num_nodes)]
         idle = request.rows - request.num_nodes
-        input_ids += [request.output[-1], *request.drafted, *rng.choices(COMMON, k=idle)]
-        positions += [root + d for d in depths] + [root + request.num_nodes + i for i in range(idle)]
+        input_ids += [request.root, *request.drafted, *rng.choices(COMMON, k=idle)]
+        positions += [root + d for d in depths] + [
+            root + request.num_nodes + i for i in range(idle)
+        ]
     starts = np.cumsum([0] + [r.rows for r in requests]).astype(np.int32)
     on_device = dict(device=device())
     expanded = [slot for slot, r in zip(slots, requests) for _ in range(r.rows)]
@@ -305,7 +334,7 @@ def verification(requests: list[Request], slots: list[int], rng: random.Random) 
         fresh_reqs=[],
         has_rest=n < len(requests),
     )
-    return Verification(requests, batch, step, slots)
+    return Verification(requests, batch, step, slots, markers)
 
 
 def processed(tree: Any, v: Verification, logits: torch.Tensor) -> torch.Tensor:
@@ -336,7 +365,8 @@ def prepared(seed: int, kinds: list[str]) -> tuple[Any, Verification, torch.Tens
     rng = random.Random(seed)
     torch.manual_seed(seed)
     requests = make_requests(seed, kinds)
-    sampler = new_sampler(SLOTS)
+    markers = MARKERS[seed % len(MARKERS)]
+    sampler = new_sampler(SLOTS, markers)
     tree = on_trees(sampler)
     # Slots in another order than the batch; some outputs were there before a preemption.
     order = rng.sample(range(len(requests)), len(requests))
@@ -347,7 +377,7 @@ def prepared(seed: int, kinds: list[str]) -> tuple[Any, Verification, torch.Tens
         slots[i] = add(sampler, f"r{i}", r.prompt, r.output[: cut[i]], r.params)
     staged(sampler)
     generate(sampler, slots, [r.output[c:] for r, c in zip(requests, cut)], rng)
-    v = verification(requests, slots, rng)
+    v = verification(requests, slots, markers, rng)
     rows = int(v.batch.cu_num_logits_np[-1])
     logits = (torch.randn(rows, VOCAB) * 3).to(torch.bfloat16).to(device())
     return tree, v, logits
@@ -360,7 +390,9 @@ def nodes_of(v: Verification):
             yield start + node, request, node
 
 
-def replayed(logits: torch.Tensor, request: Request, drafted: list[int]) -> list[float]:
+def replayed(
+    logits: torch.Tensor, request: Request, drafted: list[int], markers: Markers
+) -> list[float]:
     """One row in float64, from nothing but the tokens before it."""
     params, out = request.params, request.output + drafted
     row = logits.double().tolist()
@@ -378,21 +410,24 @@ def replayed(logits: torch.Tensor, request: Request, drafted: list[int]) -> list
             row[last] = -math.inf
     for token in out[max(0, len(out) - (params.get("extra_args") or {}).get("ban", 0)) :]:
         row[token] = -math.inf
-    row = forced(row, params.get("thinking_token_budget"), request.prompt + out)
+    budget, text = params.get("thinking_token_budget"), tuple(request.prompt + out)
+    if budget is not None:
+        row = forced(row, budget, text, markers)
     temperature = params["temperature"]
     return [x / temperature for x in row] if temperature else row
 
 
-def forced(row: list[float], budget: int | None, text: list[int]) -> list[float]:
-    def last(marker: list[int]) -> int:
+def forced(row: list[float], budget: int, text: tuple[int, ...], markers: Markers) -> list[float]:
+    def last(marker: tuple[int, ...]) -> int:
         ends = range(len(text) - len(marker) + 1)
         return max((i for i in ends if text[i : i + len(marker)] == marker), default=-1)
 
-    start, end = last(START), last(END)
-    if budget is None or start <= end or len(text) - start - len(START) < budget:
+    start = last(markers.start)
+    if start <= last(markers.end) or len(text) - start - len(markers.start) < budget:
         return row
-    begun = max(i for i in range(len(FORCED)) if i == 0 or text[-i:] == FORCED[:i])
-    row[FORCED[begun]] = 1e9
+    forced = markers.forced
+    begun = max(i for i in range(len(forced)) if i == 0 or text[-i:] == forced[:i])
+    row[forced[begun]] = 1e9
     return row
 
 
@@ -400,7 +435,7 @@ def mismatches(v: Verification, logits: torch.Tensor, got: torch.Tensor) -> list
     """(row, node) where the processed logits are not those of the replayed path."""
     wrong = []
     for row, request, node in nodes_of(v):
-        want = torch.tensor(replayed(logits[row].cpu(), request, request.path(node)))
+        want = torch.tensor(replayed(logits[row].cpu(), request, request.path(node), v.markers))
         close = torch.isclose(got[row].cpu().double(), want.double(), rtol=1e-5, atol=1e-5)
         if not close.all():
             wrong.append((row, node))
@@ -421,9 +456,7 @@ def test_rows_are_processed_by_their_paths(kinds, seed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_the_rows_before_it_would_not_be(kind, monkeypatch):
     """Negative control: what vLLM does, and what it was given for chains."""
-    monkeypatch.setattr(
-        tree_sampler, "process_along_paths", lambda *args: history.CurrentPaths()
-    )
+    monkeypatch.setattr(tree_sampler, "process_along_paths", lambda *args: history.CurrentPaths())
     wrong = []
     for seed in range(6):
         tree, v, logits = prepared(seed, [kind])
@@ -439,7 +472,7 @@ def test_same_bits_as_decoding_the_path(kinds):
         tree, v, logits = prepared(seed, kinds)
         got = processed(tree, v, logits)
         rows = list(nodes_of(v))
-        decoding = new_sampler(len(rows))
+        decoding = new_sampler(len(rows), v.markers)
         slots = [
             add(decoding, f"row{row}", r.prompt, r.output + r.path(node), r.params)
             for row, r, node in rows
@@ -465,7 +498,7 @@ def test_chunks_change_nothing(monkeypatch):
         tree, v, logits = prepared(seed, KINDS)
         whole = processed(tree, v, logits)
         for rows in (1, NODES + 3, 2 * NODES):
-            monkeypatch.setattr(tree_sampler, "get_max_chunk_logits", lambda vocab: rows)
+            monkeypatch.setattr(tree_sampler, "get_max_chunk_logits", lambda vocab, rows=rows: rows)
             at = [row for row, _, _ in nodes_of(v)]
             assert torch.equal(processed(tree, v, logits)[at], whole[at])
         monkeypatch.undo()
@@ -488,7 +521,7 @@ def test_a_second_round_counts_what_was_accepted():
             if not PENALTIES.keys().isdisjoint(request.params):
                 expected = torch.bincount(torch.tensor(request.output), minlength=VOCAB)
                 assert torch.equal(counts[slot].long(), expected)
-        v = verification(v.requests, v.slots, rng)
+        v = verification(v.requests, v.slots, v.markers, rng)
         assert not mismatches(v, logits, processed(tree, v, logits))
 
 
@@ -508,7 +541,7 @@ def test_nothing_is_done_without_need(monkeypatch):
 
 
 def test_custom_processors_say_what_they_need(caplog):
-    sampler = new_sampler(SLOTS, [Banned, BannedOnChains])
+    sampler = new_sampler(SLOTS, processors=[Banned, BannedOnChains])
     with caplog.at_level(logging.WARNING):
         state = on_trees(sampler).model_state
     (said,) = [m for m in caplog.messages if "supports_trees" in m]

@@ -119,9 +119,7 @@ class TreeProcessor(LogitsProcessor):
         """Whether a request has what depends on the tokens before a row."""
         raise NotImplementedError
 
-    def _apply(
-        self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths
-    ) -> torch.Tensor:
+    def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -134,9 +132,7 @@ class TreePenalties(TreeProcessor):
     def _is_needed(self, slots: np.ndarray) -> bool:
         return bool(self.inner.use_penalty[slots].any())
 
-    def _apply(
-        self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths
-    ) -> torch.Tensor:
+    def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
         inner, slots = self.inner, ctx.expanded_idx_mapping
         tokens, lengths = paths.tokens, paths.lengths[:, None]
         path_logits = logits.gather(1, tokens)
@@ -186,9 +182,7 @@ class TreeBadWords(TreeProcessor):
     def _is_needed(self, slots: np.ndarray) -> bool:
         return bool(self._prefix_lens[slots].any())
 
-    def _apply(
-        self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths
-    ) -> torch.Tensor:
+    def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
         inner, states, slots = self.inner, self.inner.req_states, ctx.expanded_idx_mapping
         requests = ctx.idx_mapping_np
         num_words = int(inner.num_bad_words.np[requests].max())
@@ -234,9 +228,7 @@ class TreeThinkingBudget(TreeProcessor):
             prefixes[i, longest - 1 - i :] = forced[: i + 1]
         return prefixes
 
-    def _apply(
-        self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths
-    ) -> torch.Tensor:
+    def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
         inner, states, slots = self.inner, self.inner.req_states, ctx.expanded_idx_mapping
         # Over no rows: it finds the markers among committed tokens all the same.
         inner.apply(
@@ -282,9 +274,7 @@ class TreeThinkingBudget(TreeProcessor):
             lengths_begun = torch.arange(1, longest + 1, device=tokens.device) * is_begun
             next_token = forced[lengths_begun.amax(-1)].to(torch.int64)
         next_token = next_token[:, None]
-        forced_logits = logits.gather(1, next_token).masked_fill_(
-            exhausted[:, None], FORCED_LOGIT
-        )
+        forced_logits = logits.gather(1, next_token).masked_fill_(exhausted[:, None], FORCED_LOGIT)
         return logits.scatter_(1, next_token, forced_logits)
 
 
@@ -348,13 +338,9 @@ class CustomProcessor(TreeProcessor):
     def _is_needed(self, slots: np.ndarray) -> bool:
         return self.supports_trees
 
-    def _apply(
-        self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths
-    ) -> torch.Tensor:
+    def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
         chain = {field.name: getattr(ctx, field.name) for field in fields(LogitsContext)}
-        tree_ctx = TreeLogitsContext(
-            **chain, path_tokens=paths.tokens, path_lens=paths.lengths
-        )
+        tree_ctx = TreeLogitsContext(**chain, path_tokens=paths.tokens, path_lens=paths.lengths)
         return self.inner.apply(logits, tree_ctx)
 
 
@@ -374,7 +360,5 @@ def process_along_paths(sampler: Sampler, request_params: RequestParams) -> Curr
         return CustomProcessor(processor, current, request_params)
 
     sampler.logits_processors = [on_trees(p) for p in sampler.logits_processors]
-    sampler.thinking_budget_state = TreeThinkingBudget(
-        sampler.thinking_budget_state, current
-    )
+    sampler.thinking_budget_state = TreeThinkingBudget(sampler.thinking_budget_state, current)
     return current
