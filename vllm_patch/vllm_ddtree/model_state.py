@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -27,8 +26,6 @@ from vllm_ddtree.request_params import RequestParams
 from vllm_ddtree.sampler import TreeRejectionSampler
 from vllm_ddtree.step import VerifyStep, building
 from vllm_ddtree.trees import TreeBatch, TreeShape
-
-logger = init_logger(__name__)
 
 # Steps without a CUDA graph have their tensors anywhere.
 MAX_MOVE_PLANS = 256
@@ -51,18 +48,11 @@ class TreeStateMixin(ModelState):
             {nodes + 1 for _, _, nodes in budget_tiers(vllm_config)}
             | {shape.max_nodes}
         )
-        custom = vllm_config.model_config.logits_processors
-        if custom:
-            logger.warning(
-                "Custom logits processors are not supported on trees yet: every "
-                "request is verified as an exact chain."
-            )
         self.request_params = RequestParams(
             self.max_num_reqs,
             self.tree_budget,
             self.horizon,
-            chain_only=bool(custom),
-            device=self.device,
+            self.device,
         )
         self.step: VerifyStep | None = None
         # Outcome of the walk, in the order of the batch.

@@ -14,17 +14,10 @@ SHAPE_ARG = "ddtree_shape"
 MAX_STOP_TOKENS = 16
 
 
-def history_dependent(params: SamplingParams) -> list[str]:
-    """Parameters whose logits depend on the tokens before a row. vLLM applies
-    them as if the rows were a chain, so such a request gets a chain."""
-    reasons = {
-        "presence_penalty": params.presence_penalty != 0.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "bad_words": bool(params.bad_words),
-        "structured_outputs": params.structured_outputs is not None,
-        "thinking_token_budget": params.thinking_token_budget is not None,
-    }
+def needs_chain(params: SamplingParams) -> list[str]:
+    """Parameters that vLLM applies as if the rows were a chain, and `history` does
+    not apply along paths: such a request gets a chain."""
+    reasons = {"structured_outputs": params.structured_outputs is not None}
     return [name for name, present in reasons.items() if present]
 
 
@@ -38,12 +31,10 @@ class RequestParams:
         max_num_reqs: int,
         tree_budget: int,
         horizon: int,
-        chain_only: bool,
         device: torch.device,
     ) -> None:
         self.tree_budget = tree_budget
         self.horizon = horizon
-        self.chain_only = chain_only
         self.node_budgets = torch.full(
             (max_num_reqs,), tree_budget, dtype=torch.int32, device=device
         )
@@ -67,14 +58,14 @@ class RequestParams:
         budget, chain, stops, min_stop_position = self.tree_budget, False, [], 0
         if params is not None:
             budget = self._requested_budget(params)
-            reasons = history_dependent(params)
+            reasons = needs_chain(params)
             if reasons and warn:
                 logger.warning_once(
                     "%s not supported on trees yet: such requests are "
                     "verified as an exact chain.",
                     ", ".join(reasons),
                 )
-            chain = self.chain_only or bool(reasons) or self._wants_chain(params)
+            chain = bool(reasons) or self._wants_chain(params)
             # What ends the request: ignore_eos ignores the end of text alone.
             stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
             stops = sorted(stops)[:MAX_STOP_TOKENS]
@@ -86,6 +77,11 @@ class RequestParams:
         row = stops + [-1] * (MAX_STOP_TOKENS - len(stops))
         async_tensor_h2d(row, out=self.stop_tokens[slot])
         self.min_stop_positions[slot].fill_(min_stop_position)
+
+    def force_chain(self, slot: int) -> None:
+        """After `add_request`: what the request needs is known for chains alone."""
+        self.node_budgets[slot].clamp_(max=self.horizon)
+        self.candidate_caps[slot].fill_(1)
 
     def _wants_chain(self, params: SamplingParams) -> bool:
         shape = (params.extra_args or {}).get(SHAPE_ARG, "tree")

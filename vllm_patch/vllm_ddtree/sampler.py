@@ -21,6 +21,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_ddtree.history import Paths, process_along_paths
+
 if TYPE_CHECKING:
     from vllm_ddtree.model_state import TreeStateMixin
 
@@ -34,6 +36,7 @@ class TreeRejectionSampler:
     def __init__(self, sampler: Sampler, model_state: "TreeStateMixin") -> None:
         self.sampler = sampler
         self.model_state = model_state
+        self.current_paths = process_along_paths(sampler, model_state.request_params)
 
     def __call__(
         self,
@@ -43,12 +46,15 @@ class TreeRejectionSampler:
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
         sampler = self.sampler
+        step = self.model_state.step
+        assert step is not None
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         logprobs_dims = sampler.get_logprobs_dims(
             input_batch.idx_mapping_np, include_token_ids=False
         )
         rows = input_batch.logits_indices
         positions, input_ids = input_batch.positions[rows], input_batch.input_ids[rows]
+        paths = Paths(step, input_ids)
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()
         cu_num_logits = input_batch.cu_num_logits_np
         mode = sampler.logprobs_mode
@@ -58,17 +64,18 @@ class TreeRejectionSampler:
             cu_num_logits, get_max_chunk_logits(logits.shape[1])
         ):
             chunk = slice(int(cu_num_logits[first]), int(cu_num_logits[end]))
-            tokens, processed = sampler.sample(
-                logits[chunk],
-                input_batch.expanded_idx_mapping[chunk],
-                input_batch.idx_mapping[first:end],
-                input_batch.idx_mapping_np[first:end],
-                positions[chunk],
-                input_ids[chunk],
-                input_batch.expanded_local_pos[chunk],
-                seq_lens[first:end],
-                return_logprobs=logprobs_dims is not None,
-            )
+            with self.current_paths.being(paths.of(chunk)):
+                tokens, processed = sampler.sample(
+                    logits[chunk],
+                    input_batch.expanded_idx_mapping[chunk],
+                    input_batch.idx_mapping[first:end],
+                    input_batch.idx_mapping_np[first:end],
+                    positions[chunk],
+                    input_ids[chunk],
+                    input_batch.expanded_local_pos[chunk],
+                    seq_lens[first:end],
+                    return_logprobs=logprobs_dims is not None,
+                )
             node_tokens.append(tokens)
             if logprobs_dims is not None:
                 scores.append(
