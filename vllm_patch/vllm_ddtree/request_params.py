@@ -6,6 +6,8 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_ddtree import grammar
+
 logger = init_logger(__name__)
 
 # A request's own limits: `extra_args` (`vllm_xargs` in the OpenAI API).
@@ -22,7 +24,7 @@ def history_dependent(params: SamplingParams) -> list[str]:
         "frequency_penalty": params.frequency_penalty != 0.0,
         "repetition_penalty": params.repetition_penalty != 1.0,
         "bad_words": bool(params.bad_words),
-        "structured_outputs": params.structured_outputs is not None,
+        "structured_outputs": grammar.needs_chain(params.structured_outputs),
         "thinking_token_budget": params.thinking_token_budget is not None,
     }
     return [name for name, present in reasons.items() if present]
