@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "gumbel.cuh"
+
 namespace ddt {
 
 constexpr int32_t MIN_SCORE = -INT32_MAX;
@@ -63,6 +65,41 @@ __device__ __forceinline__ double ln_spec(float s) {
 #pragma unroll
   for (double inverse : INVERSES) p = __dadd_rn(__dmul_rn(p, w), inverse);
   return __dadd_rn(__dmul_rn(k, 0.6931471805599453), __dmul_rn(__dmul_rn(2.0, z), p));
+}
+
+// A whole number below 2^16 as f32, without the conversion unit, which is slow.
+__device__ __forceinline__ float small_f32(uint32_t x) { return __fsub_rn(bits_f32(0x4b000000 | x), 8388608.0f); }
+
+struct Split {
+  float k, m;
+  // v = m * 2^k with m in [0.75, 1.5), for a normal positive number
+  __device__ explicit Split(float v) {
+    const int32_t exponent = static_cast<int32_t>(__float_as_uint(v) - 0x3f400000u) >> 23;
+    // the low bits of 1.5 * 2^23 + k
+    k = __fsub_rn(bits_f32(0x4b400000u + static_cast<uint32_t>(exponent)), 12582912.0f);
+    m = bits_f32(__float_as_uint(v) - (static_cast<uint32_t>(exponent) << 23));
+  }
+};
+
+__device__ __forceinline__ float ln_near(float f, float k) {
+  float q = bits_f32(0xbd89a21e);
+  q = __fmaf_rn(q, f, bits_f32(0x3e10eede));
+  q = __fmaf_rn(q, f, bits_f32(0xbe31883f));
+  q = __fmaf_rn(q, f, bits_f32(0x3e4dc6bc));
+  q = __fmaf_rn(q, f, bits_f32(0xbe7fc9a8));
+  q = __fmaf_rn(q, f, bits_f32(0x3eaaa739));
+  q = __fmaf_rn(q, f, bits_f32(0xbf00001c));
+  q = __fmaf_rn(q, f, 1.0f);
+  return __fmaf_rn(k, bits_f32(0x3f317218), __fmul_rn(f, q));
+}
+
+__device__ __forceinline__ float noise_spec(uint32_t bits) {
+  const float low = __fmul_rn(__fadd_rn(small_f32(bits & 0xffff), 0.5f), 0x1p-32f);
+  const float u = __fmaf_rn(small_f32(bits >> 16), 0x1p-16f, low);
+  const Split rest(fmaxf(__fsub_rn(1.0f, u), 0x1p-24f));
+  const float y = -ln_near(u < 0.25f ? -u : __fsub_rn(rest.m, 1.0f), rest.k);
+  const Split split(y);
+  return -ln_near(__fsub_rn(split.m, 1.0f), split.k);
 }
 
 __device__ __forceinline__ int32_t edge_score(float x, double ln_z) {

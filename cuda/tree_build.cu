@@ -50,6 +50,27 @@ __device__ __forceinline__ float depth_scale(const ddt_cuda_tree_build &p, int d
   return scale > 0.0f && scale < INFINITY ? scale : NAN;
 }
 
+// The noise of the row of the target that samples the tokens of a depth: rust/scores.rs, scores with noise.
+struct RowNoise {
+  bool is_there;
+  float inverse_temperature;
+  uint32_t prefix;
+
+  __device__ RowNoise(const ddt_cuda_tree_build &p, int r, int depth) : is_there(false), inverse_temperature(0), prefix(0) {
+    if (p.temperatures == nullptr) return;
+    const float temperature = p.temperatures[r];
+    is_there = temperature != 0.0f;
+    if (!is_there) return;
+    // one that cannot be makes every score a NaN, which means "never"
+    inverse_temperature = temperature > 0.0f ? __frcp_rn(temperature) : NAN;
+    const uint64_t position = static_cast<uint64_t>(p.root_positions[r]) + static_cast<uint32_t>(depth);
+    prefix = gumbel_prefix(p.seeds[r], static_cast<int64_t>(position));
+  }
+  __device__ __forceinline__ float add(float logit, uint32_t token) const {
+    return __fmaf_rn(logit, inverse_temperature, noise_spec(gumbel_bits(prefix, static_cast<int>(token))));
+  }
+};
+
 __device__ __forceinline__ bool is_usable(float x) { return fabsf(x) < INFINITY; }
 
 // ---- from logits: what each chunk of a row says
@@ -115,6 +136,7 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
   let_next_kernel_start();
   const int chunk = blockIdx.x, depth = blockIdx.y, r = blockIdx.z, i = threadIdx.x;
   if (chunk == 0 && depth == 0 && i == 0) p.arrived[r] = 0;
+  const RowNoise noise(p, r, depth);
   if (chunk >= p.num_chunks || depth >= Request(p, r).depth_limit) return;
 
   const ddt_cuda_view &view = p.logits;
@@ -136,9 +158,12 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
 
   // Scaling keeps the order, so if both ends are finite then all are. A warp of which all are
   // needs no look at each; others read their logits once more, one by one.
+  // With noise each is looked at, and waits in shared memory for the maximum.
   Raw<T> raw;
   float low = NAN, high = NAN;
-  if (p.vector && static_cast<uint32_t>(chunk + 1) * CHUNK <= vocab) {
+  float *to = exponentials + i / THREADS_PER_BLOCK_OF_IDS * LANE_PITCH + i % THREADS_PER_BLOCK_OF_IDS * PER_THREAD;
+  const bool has_all = p.vector && static_cast<uint32_t>(chunk + 1) * CHUNK <= vocab;
+  if (has_all && !noise.is_there) {
     raw.load(row + first);
     raw.bounds(low, high);
     low = __fmul_rn(low, scale);
@@ -147,7 +172,41 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
   const bool all_usable = __all_sync(FULL_WARP, is_usable(low) && is_usable(high));
   uint32_t usable = PER_THREAD;
   float max_x = high;
-  if (!all_usable) {
+  if (noise.is_there) {
+    if (has_all) {
+      raw.load(row + first);
+#pragma unroll
+      for (int j = 0; j < PER_THREAD; j += 4) {
+        *reinterpret_cast<float4 *>(to + j) = make_float4(raw[j], raw[j + 1], raw[j + 2], raw[j + 3]);
+      }
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < PER_THREAD; ++j) {
+        to[j] = first + j < vocab ? to_f32(row[(first + j) * view.strides[2]]) : -INFINITY;
+      }
+    }
+    usable = 0;
+    max_x = -INFINITY;
+#pragma unroll 1
+    for (int j = 0; j < PER_THREAD; j += 4) {
+      float4 quad = *reinterpret_cast<float4 *>(to + j);
+      const auto noised = [&](float &x, uint32_t token) {
+        x = __fmul_rn(noise.add(x, token), scale);
+        if (is_usable(x)) {
+          usable += 1;
+        } else {
+          if (x != -INFINITY) usable |= NONFINITE_BIT;
+          x = -INFINITY;
+        }
+        max_x = fmaxf(max_x, x);
+      };
+      noised(quad.x, first + j);
+      noised(quad.y, first + j + 1);
+      noised(quad.z, first + j + 2);
+      noised(quad.w, first + j + 3);
+      *reinterpret_cast<float4 *>(to + j) = quad;
+    }
+  } else if (!all_usable) {
     usable = 0;
     max_x = -INFINITY;
 #pragma unroll 1
@@ -174,9 +233,20 @@ __device__ __forceinline__ void summarize(const ddt_cuda_tree_build &p) {
 #pragma unroll
   for (int warp = 1; warp < SUMMARIZE_WARPS; ++warp) chunk_max = fmaxf(chunk_max, warp_maxima[warp]);
 
-  float *to = exponentials + i / THREADS_PER_BLOCK_OF_IDS * LANE_PITCH + i % THREADS_PER_BLOCK_OF_IDS * PER_THREAD;
   const bool none_vanishes = __all_sync(FULL_WARP, __fsub_rn(low, chunk_max) >= EXP_CUTOFF);
-  if (all_usable && none_vanishes) {
+  if (noise.is_there) {
+    if (chunk_max > -INFINITY) {
+#pragma unroll 1
+      for (int j = 0; j < PER_THREAD; j += 4) {
+        float4 quad = *reinterpret_cast<float4 *>(to + j);
+        quad.x = exp_spec(__fsub_rn(quad.x, chunk_max));
+        quad.y = exp_spec(__fsub_rn(quad.y, chunk_max));
+        quad.z = exp_spec(__fsub_rn(quad.z, chunk_max));
+        quad.w = exp_spec(__fsub_rn(quad.w, chunk_max));
+        *reinterpret_cast<float4 *>(to + j) = quad;
+      }
+    }
+  } else if (all_usable && none_vanishes) {
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j += 4) {
       float4 quad;
@@ -521,11 +591,22 @@ struct Row {
   int64_t stride;
   uint32_t vocab;
   float scale;
+  RowNoise noise;
 
+  __device__ Row(const ddt_cuda_tree_build &p, int r, int depth, const RowNoise &noise)
+      : data(static_cast<const T *>(p.logits.data) + r * p.logits.strides[0] + depth * p.logits.strides[1]),
+        stride(p.logits.strides[2]), vocab(p.vocab), scale(depth_scale(p, depth)), noise(noise) {}
+
+  // Score of a token with this logit; with noise, whether it may be used or not.
+  __device__ __forceinline__ float noised(float logit, uint32_t token) const {
+    return __fmul_rn(noise.add(logit, token), scale);
+  }
   // Usable score of a token, or -inf.
-  __device__ float x(uint32_t token) const {
-    const float scaled = token < vocab ? __fmul_rn(to_f32(data[token * stride]), scale) : -INFINITY;
-    return is_usable(scaled) ? scaled : -INFINITY;
+  __device__ __forceinline__ float x(uint32_t token) const {
+    if (token >= vocab) return -INFINITY;
+    const float logit = to_f32(data[token * stride]);
+    const float x = noise.is_there ? noised(logit, token) : __fmul_rn(logit, scale);
+    return is_usable(x) ? x : -INFINITY;
   }
 };
 
@@ -626,6 +707,31 @@ __device__ __forceinline__ void find_candidates(const ddt_cuda_tree_build &p, co
   }
 }
 
+// The same with noise.
+template <typename T>
+__device__ __forceinline__ void find_noised_candidates(const Row<T> &row, float floor_x, int num_hits,
+                                                       SelectShared &shared) {
+  constexpr int HITS = SELECT_THREADS / BLOCK, AT_ONCE = 4;
+#pragma unroll 1
+  for (int start = 0; start < num_hits; start += AT_ONCE * HITS) {
+    float logits[AT_ONCE];
+    uint32_t tokens[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int hit = start + k * HITS + threadIdx.x / BLOCK;
+      tokens[k] = hit < num_hits ? shared.hits[hit] * BLOCK + threadIdx.x % BLOCK : UINT32_MAX;
+      logits[k] = tokens[k] < row.vocab ? to_f32(row.data[tokens[k] * row.stride]) : -INFINITY;
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const float x = row.noised(logits[k], tokens[k]);
+      if (!(x >= floor_x && x < INFINITY)) continue;
+      const uint32_t at = atomicAdd(&shared.num_keys, 1u);
+      if (at < BUFFER) shared.buffer[at] = static_cast<uint64_t>(__float_as_uint(x)) << 32 | tokens[k];
+    }
+  }
+}
+
 // All blocks in ascending order, where too many can have a candidate: the buffer is cut after each
 // round, and later ids lose ties. Returns the number of keys in the buffer.
 template <typename T>
@@ -672,6 +778,7 @@ __device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, 
   }
   const int first_chunk = is_selector ? p.num_chunks : lane;
   const ChunkSummary low_chunk(p, task, first_chunk), high_chunk(p, task, first_chunk + 32);
+  const RowNoise noise(p, r, depth);
   const auto for_each_block = [&](auto &&use) {
 #pragma unroll
     for (int k = 0; k < MAXIMA_PER_THREAD; ++k) use(k * SELECT_THREADS + i, maxima[k]);
@@ -729,10 +836,12 @@ __device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, 
     });
     sync_selectors();
     num_hits = shared.num_hits;
-    const ddt_cuda_view &view = p.logits;
-    const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1],
-                     view.strides[2], static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
-    if (num_hits <= MAX_HITS) find_candidates(p, row, floor_x, num_hits, shared);
+    const Row<T> row(p, r, depth, noise);
+    if (num_hits <= MAX_HITS && noise.is_there) {
+      find_noised_candidates(row, floor_x, num_hits, shared);
+    } else if (num_hits <= MAX_HITS) {
+      find_candidates(p, row, floor_x, num_hits, shared);
+    }
   }
   __syncthreads();
   if (!is_selector) return;
@@ -741,9 +850,7 @@ __device__ __forceinline__ void select_row(const ddt_cuda_tree_build &p, int r, 
   if (want > 0) {
     const int size = shared.num_keys;
     if (num_hits > MAX_HITS || size > BUFFER) {
-      const ddt_cuda_view &view = p.logits;
-      const Row<T> row{static_cast<const T *>(view.data) + r * view.strides[0] + depth * view.strides[1],
-                       view.strides[2], static_cast<uint32_t>(p.vocab), depth_scale(p, depth)};
+      const Row<T> row(p, r, depth, noise);
       const int32_t worst = threshold > -INFINITY ? edge_score(threshold, ln_z) : MIN_SCORE;
       num_keys = select_in_rounds(p, row, worst, want, shared);
     } else {
@@ -831,6 +938,7 @@ __device__ __forceinline__ void make_list(const ddt_cuda_tree_build &p) {
   }
   __syncthreads();
   const float scale = depth_scale(p, depth);
+  const RowNoise noise(p, r, depth);
   float max_x = -INFINITY;
   int usable = 0;
   for (int column = i; column < width; column += LISTS_THREADS) {
@@ -842,6 +950,7 @@ __device__ __forceinline__ void make_list(const ddt_cuda_tree_build &p) {
         x = __fadd_rn(x, static_cast<const float *>(pairs.data)[r * pairs.strides[0] + depth * pairs.strides[1] +
                                                                 parent * pairs.strides[2] + column * pairs.strides[3]]);
       }
+      if (noise.is_there) x = noise.add(x, static_cast<uint32_t>(token_of(depth, column)));
       x = __fmul_rn(x, scale);
       if (is_usable(x)) {
         usable += 1;

@@ -394,8 +394,8 @@ typedef struct ddt_tree_build_params {
   int32_t max_candidates;
   // `[R]` optional: stop tokens at a smaller depth than this do not end a path.
   const int32_t *stop_min_depths;
-  // Reserved, must be NULL.
-  const uint64_t *seeds;
+  // `[R]` optional, required iff temperatures is given: seeds of the target's noise.
+  const int64_t *seeds;
   // Caller memory of at least ddt_tree_build_workspace_size bytes; may be NULL if that is 0.
   void *workspace;
   // Its size.
@@ -406,6 +406,11 @@ typedef struct ddt_tree_build_params {
   // `tree_index[B - 1]` of the R, all different, and a negative one none. What is `[R]` above
   // is then `[B]`, and the other trees stay as they are.
   struct ddt_tensor tree_index;
+  // `[R]` optional, finite and >= 0: where it is above 0, scores are divided by it and get the
+  // noise that ddt_tree_accept adds for the same seed (at the position of a token's parent, by
+  // token id), so that the tree anticipates what the target samples; 0 = as they are. The
+  // normaliser and the candidates are those of the scores with noise.
+  const float *temperatures;
 } ddt_tree_build_params;
 
 // Parameters of ddt_tree_gather. B = trees to gather, T = rows.
@@ -683,9 +688,9 @@ ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
 // candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
-// (both or neither of logits and candidates; a budget, cap, scale or position out of range; a
-// token twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown
-// flags, seeds).
+// (both or neither of logits and candidates; one of temperatures and seeds without the other; a
+// budget, cap, scale, temperature or position out of range; a token twice at one depth; a tree that
+// is not there or named twice). DDT_UNSUPPORTED (unknown flags).
 DDT_NODISCARD
 ddt_status ddt_tree_build(const struct ddt_context *context,
                           const struct ddt_tree_build_params *params,

@@ -40,7 +40,7 @@ impl GumbelNoise {
         Self::from_bits(self.bits(token))
     }
 
-    fn from_bits(bits: u32) -> f32 {
+    pub(crate) fn from_bits(bits: u32) -> f32 {
         const TWO_TO_MINUS_16: f32 = 1.0 / 65_536.0;
         let low = ((bits & 0xffff) as f32 + 0.5) * (TWO_TO_MINUS_16 * TWO_TO_MINUS_16);
         let u = ((bits >> 16) as f32).mul_add(TWO_TO_MINUS_16, low);

@@ -46,7 +46,7 @@ pub use tree::{
 };
 pub use tree_accept::{AcceptedPath, Choice, TreeLinks, greedy_choice, sampled_choice, tree_accept};
 pub use tree_attention::{TreeAttention, tree_attention};
-pub use tree_build::{BuiltTree, DraftScores, TreeRequest, tree_build};
+pub use tree_build::{BuiltTree, DraftScores, TargetNoise, TreeRequest, tree_build};
 pub use tree_mask::{Topology, tree_mask};
 
 // runs the example of rust/README.md as a test

@@ -46,9 +46,36 @@
 //! **Normaliser of a candidate list.** The same with one lane: `S` adds `exp_spec(x - M)` in the
 //! order of the list.
 //!
+//! **Scores with noise.** For a sampling target `x = fma(f32(logit), 1 / T, noise_spec(bits)) * scale`,
+//! with the temperature's reciprocal rounded once, and the 32 bits that [`crate::gumbel`] has for the
+//! request's seed, the position of the token before and the candidate's id. `noise_spec(bits)` is
+//! `-ln(-ln(1 - u))` of `u = (bits + 0.5) / 2^32`:
+//!
+//! ```text
+//! u = fma(f32(bits >> 16), 2^-16, (f32(bits & 0xffff) + 0.5) * 2^-32)
+//! v = max(1 - u, 2^-24)
+//! k, m = split(v)
+//! y = -ln_near(u < 0.25 ? -u : m - 1, k)     k is 0 if u < 0.25
+//! k, m = split(y)
+//! noise_spec = -ln_near(m - 1, k)
+//! ```
+//!
+//! where `split(v)` is the integer `k` and `m` in `[0.75, 1.5)` of `v = m * 2^k`, and `ln_near(f, k)` is
+//!
+//! ```text
+//! q = 0xbd89a21e
+//! q = fma(q, f, c)  for c = 0x3e10eede, 0xbe31883f, 0x3e4dc6bc, 0xbe7fc9a8, 0x3eaaa739, 0xbf00001c, 1
+//! ln_near = fma(f32(k), 0x3f317218, f * q)   ln(2)
+//! ```
+//!
+//! (`q` is a minimax fit of `ln(1 + f) / f`.) It is within 3e-6 of the noise that the target's sampler
+//! adds, whose logarithms are those of a math library. That only has to be close: a tree that
+//! anticipates another token than the target samples costs acceptance at a near tie, and no text.
+//!
 //! **Edge score.** Q10.21: `(f64(x) - lnZ) * 2^21`, rounded half to even, clamped to
 //! `[-2^31 + 1, 0]`. A path score is the sum of its edges with the same lower limit.
 
+use crate::gumbel::GumbelNoise;
 use crate::tensor::TensorRef;
 
 /// The worst score, of log-probability -1024 and below.
@@ -69,6 +96,17 @@ const EXP_TAIL: [f32; 5] = [
     f32::from_bits(0x3d2a_ac79),
     f32::from_bits(0x3e2a_aa49),
     f32::from_bits(0x3eff_fffe),
+];
+
+const LOG_TAIL: [f32; 8] = [
+    f32::from_bits(0xbd89_a21e),
+    f32::from_bits(0x3e10_eede),
+    f32::from_bits(0xbe31_883f),
+    f32::from_bits(0x3e4d_c6bc),
+    f32::from_bits(0xbe7f_c9a8),
+    f32::from_bits(0x3eaa_a739),
+    f32::from_bits(0xbf00_001c),
+    1.0,
 ];
 
 /// `exp_spec` of the module documentation.
@@ -103,6 +141,66 @@ fn ln_spec(s: f32) -> f64 {
         p = p * w + 1.0 / c;
     }
     k * std::f64::consts::LN_2 + 2.0 * z * p
+}
+
+/// `noise_spec` of the module documentation.
+#[inline(always)]
+pub(crate) fn noise_spec(bits: u32) -> f32 {
+    const TWO_TO_MINUS_16: f32 = 1.0 / 65_536.0;
+    const LEAST_REST: f32 = f32::EPSILON / 2.0;
+    // through i32, which a vector unit converts in one instruction
+    let low = ((bits & 0xffff) as i32 as f32 + 0.5) * (TWO_TO_MINUS_16 * TWO_TO_MINUS_16);
+    let u = ((bits >> 16) as i32 as f32).mul_add(TWO_TO_MINUS_16, low);
+    let rest = if 1.0 - u > LEAST_REST { 1.0 - u } else { LEAST_REST };
+    let (k, m) = split(rest);
+    let y = -ln_near(if u < 0.25 { -u } else { m - 1.0 }, k);
+    let (k, m) = split(y);
+    -ln_near(m - 1.0, k)
+}
+
+/// `split` of the module documentation, for a normal positive number.
+#[inline(always)]
+fn split(v: f32) -> (f32, f32) {
+    let k = v.to_bits().wrapping_sub(0.75f32.to_bits()) as i32 >> 23;
+    (k as f32, f32::from_bits(v.to_bits().wrapping_sub((k as u32) << 23)))
+}
+
+/// `ln_near` of the module documentation.
+#[inline(always)]
+fn ln_near(f: f32, k: f32) -> f32 {
+    let mut q = LOG_TAIL[0];
+    for &coefficient in &LOG_TAIL[1..] {
+        q = q.mul_add(f, coefficient);
+    }
+    k.mul_add(std::f32::consts::LN_2, f * q)
+}
+
+/// How the logits of one row become scores.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scoring {
+    pub(crate) scale: f32,
+    pub(crate) noise: Option<RowNoise>,
+}
+
+/// Temperature and noise of the row that the target samples from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowNoise {
+    pub(crate) inverse_temperature: f32,
+    pub(crate) gumbel: GumbelNoise,
+}
+
+impl RowNoise {
+    #[inline(always)]
+    fn add(&self, logit: f32, token: u32) -> f32 {
+        logit.mul_add(self.inverse_temperature, noise_spec(self.gumbel.bits(token)))
+    }
+}
+
+impl Scoring {
+    /// The score of one token, usable or not.
+    pub(crate) fn x(&self, logit: f32, token: u32) -> f32 {
+        self.noise.map_or(logit, |noise| noise.add(logit, token)) * self.scale
+    }
 }
 
 /// The edge score of a usable `x` under the normaliser `ln_z`.
@@ -170,24 +268,27 @@ impl Chunk {
         row: TensorRef<'_>,
         start: usize,
         len: usize,
-        scale: f32,
+        scoring: &Scoring,
         kernels: &Kernels,
     ) -> (&[f32], ChunkStats) {
         let padded = len.next_multiple_of(LANES);
         row.load_f32(start, &mut self.x[..len]);
+        if let Some(noise) = &scoring.noise {
+            (kernels.add_noise)(&mut self.x[..len], start as u32, noise);
+        }
         self.x[len..padded].fill(f32::NEG_INFINITY);
-        let stats = (kernels.scale_and_mask)(&mut self.x[..len], scale);
+        let stats = (kernels.scale_and_mask)(&mut self.x[..len], scoring.scale);
         (&self.x[..padded], stats)
     }
 }
 
 impl RowSummary {
-    /// Reads the vocabulary once. `row`: floating-point vector; `scale` as in the module's text.
-    pub(crate) fn new(row: TensorRef<'_>, scale: f32) -> Self {
-        Self::with_kernels(row, scale, Kernels::best())
+    /// Reads the vocabulary once. `row`: floating-point vector.
+    pub(crate) fn new(row: TensorRef<'_>, scoring: &Scoring) -> Self {
+        Self::with_kernels(row, scoring, Kernels::best())
     }
 
-    fn with_kernels(row: TensorRef<'_>, scale: f32, kernels: &Kernels) -> Self {
+    fn with_kernels(row: TensorRef<'_>, scoring: &Scoring, kernels: &Kernels) -> Self {
         let vocab = row.shape()[0];
         let mut summary = Self {
             ln_z: 0.0,
@@ -198,7 +299,7 @@ impl RowSummary {
         let mut chunk = Chunk::new();
         let mut sums = Vec::with_capacity(vocab.div_ceil(CHUNK));
         for start in (0..vocab).step_by(CHUNK) {
-            let (x, stats) = chunk.load(row, start, CHUNK.min(vocab - start), scale, kernels);
+            let (x, stats) = chunk.load(row, start, CHUNK.min(vocab - start), scoring, kernels);
             summary.num_usable += stats.num_usable;
             summary.has_nonfinite |= stats.has_nonfinite;
             let first_block = summary.block_max.len();
@@ -218,7 +319,7 @@ impl RowSummary {
 
     /// Keys of the best `count` usable tokens, best first (see [`candidate_key`]). Reads again only
     /// those blocks that can hold one of them.
-    pub(crate) fn best(&self, row: TensorRef<'_>, scale: f32, count: usize) -> Vec<u64> {
+    pub(crate) fn best(&self, row: TensorRef<'_>, scoring: &Scoring, count: usize) -> Vec<u64> {
         let vocab = row.shape()[0];
         if count == 0 || self.num_usable == 0 {
             return Vec::new();
@@ -245,7 +346,10 @@ impl RowSummary {
             let start = block * LANES;
             let x = &mut x[..LANES.min(vocab - start)];
             row.load_f32(start, x);
-            scale_and_mask(x, scale);
+            if let Some(noise) = &scoring.noise {
+                add_noise(x, start as u32, noise);
+            }
+            scale_and_mask(x, scoring.scale);
             for (i, &x) in x.iter().enumerate() {
                 let score = edge_score(x, self.ln_z);
                 if x > f32::NEG_INFINITY && score >= worst {
@@ -273,13 +377,14 @@ pub(crate) fn list_normaliser(xs: &[f32]) -> Option<f64> {
 
 /// The loops over a vocabulary, compiled for the CPU at hand.
 struct Kernels {
+    add_noise: fn(&mut [f32], u32, &RowNoise),
     scale_and_mask: fn(&mut [f32], f32) -> ChunkStats,
     block_max: fn(&[f32], &mut Vec<f32>),
     sum_exp: fn(&[f32], f32) -> f32,
 }
 
 /// Rust code alone: `mul_add` is an instruction where the target has one and a libm call elsewhere.
-static PORTABLE: Kernels = Kernels { scale_and_mask, block_max, sum_exp };
+static PORTABLE: Kernels = Kernels { add_noise, scale_and_mask, block_max, sum_exp };
 
 impl Kernels {
     fn best() -> &'static Self {
@@ -288,6 +393,14 @@ impl Kernels {
             return kernels;
         }
         &PORTABLE
+    }
+}
+
+/// Divides the logits of tokens `first..` by the temperature and adds their noise.
+#[inline(always)]
+fn add_noise(x: &mut [f32], first: u32, noise: &RowNoise) {
+    for (x, token) in x.iter_mut().zip(first..) {
+        *x = noise.add(*x, token);
     }
 }
 
@@ -344,13 +457,15 @@ fn sum_exp(x: &[f32], max: f32) -> f32 {
 mod x86 {
     //! The same source compiled with AVX2 and FMA. Vectorising keeps every operation of a lane,
     //! and lanes are independent, so the bits are those of the portable version.
-    use super::{ChunkStats, Kernels};
+    use super::{ChunkStats, Kernels, RowNoise};
 
     /// The kernels, if this CPU can run them.
     pub(super) fn kernels() -> Option<&'static Kernels> {
         // the table is only handed out after the check below
         static KERNELS: Kernels = Kernels {
             // SAFETY: the CPU has AVX2 and FMA.
+            add_noise: |x, first, noise| unsafe { add_noise(x, first, noise) },
+            // SAFETY: as above.
             scale_and_mask: |x, scale| unsafe { scale_and_mask(x, scale) },
             // SAFETY: as above.
             block_max: |x, out| unsafe { block_max(x, out) },
@@ -358,6 +473,11 @@ mod x86 {
             sum_exp: |x, max| unsafe { sum_exp(x, max) },
         };
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&KERNELS)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn add_noise(x: &mut [f32], first: u32, noise: &RowNoise) {
+        super::add_noise(x, first, noise);
     }
 
     #[target_feature(enable = "avx2,fma")]
@@ -435,6 +555,18 @@ mod tests {
         assert_eq!(fnv1a(ln.flat_map(|x| x.to_bits().to_le_bytes())), 0xfb80_97a5_9d34_fb6a);
     }
 
+    /// The noise of the target's sampler, which takes logarithms from a math library.
+    #[test]
+    fn noise_spec_is_close_to_the_samplers_noise() {
+        let edges = [0, 1, u32::MAX - 1, u32::MAX, 0x3fff_ffff, 0x4000_0000, 0x4000_0001, 1 << 31];
+        let mut worst = 0.0f32;
+        for bits in edges.into_iter().chain(random_bits(4_000_000, 5)) {
+            worst = worst.max((noise_spec(bits) - GumbelNoise::from_bits(bits)).abs());
+        }
+        assert!(worst <= 3e-6, "{worst}");
+        println!("largest difference: {worst}");
+    }
+
     #[test]
     fn edge_scores_round_half_to_even_and_saturate() {
         let unit = 2f64.powi(-21);
@@ -480,10 +612,17 @@ mod tests {
                     })
                     .collect();
                 let row = TensorRef::new(&logits, &[vocab]).expect("a vector");
-                for scale in [1.0, 0.37, 3.0e2] {
-                    let a = RowSummary::with_kernels(row, scale, &PORTABLE);
-                    let b = RowSummary::with_kernels(row, scale, fma);
-                    assert_eq!(a.ln_z.to_bits(), b.ln_z.to_bits(), "vocab {vocab}, scale {scale}");
+                let noise = RowNoise {
+                    inverse_temperature: 1.0 / 0.6,
+                    gumbel: GumbelNoise::new(case as i64 - 3, 1 << case),
+                };
+                for (scale, noise) in
+                    [(1.0, None), (0.37, None), (3.0e2, None), (1.0, Some(noise)), (0.37, Some(noise))]
+                {
+                    let scoring = Scoring { scale, noise };
+                    let a = RowSummary::with_kernels(row, &scoring, &PORTABLE);
+                    let b = RowSummary::with_kernels(row, &scoring, fma);
+                    assert_eq!(a.ln_z.to_bits(), b.ln_z.to_bits(), "vocab {vocab}, {scoring:?}");
                     assert_eq!((a.num_usable, a.has_nonfinite), (b.num_usable, b.has_nonfinite));
                     let bits = |summary: &RowSummary| -> Vec<u32> {
                         summary.block_max.iter().map(|x| (x + 0.0).to_bits()).collect()

@@ -12,7 +12,8 @@ use std::collections::BinaryHeap;
 
 use crate::dtype::DType;
 use crate::error::{Result, bail};
-use crate::scores::{self, RowSummary};
+use crate::gumbel::GumbelNoise;
+use crate::scores::{self, RowNoise, RowSummary, Scoring};
 use crate::tensor::TensorRef;
 use crate::tree::{
     FLAG_CANDIDATES_EXHAUSTED, FLAG_NO_CANDIDATES, FLAG_NONFINITE, MAX_DEPTH, MAX_NODE_BUDGET, Tree,
@@ -44,6 +45,17 @@ pub enum DraftScores<'a> {
     },
 }
 
+/// The noise with which the target samples. With it, a tree anticipates the sampled tokens rather
+/// than the most probable ones.
+#[derive(Clone, Copy, Debug)]
+pub struct TargetNoise {
+    /// Seed of the request; the position of a token's parent is the rest of the key, see
+    /// [`crate::gumbel`].
+    pub seed: i64,
+    /// What the drafter's scores are divided by before the noise is added; finite and > 0.
+    pub temperature: f32,
+}
+
 /// What one request asks of its tree.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeRequest<'a> {
@@ -61,6 +73,8 @@ pub struct TreeRequest<'a> {
     pub stop_tokens: &'a [i32],
     /// Stop tokens at a smaller depth than this do not end a path.
     pub stop_min_depth: i32,
+    /// `None` for a greedy target, or a tree of the most probable tokens.
+    pub noise: Option<TargetNoise>,
 }
 
 /// A tree, the path score of each of its nodes, and flag bits.
@@ -79,7 +93,8 @@ pub struct BuiltTree {
 ///
 /// # Errors
 /// `InvalidShape`, `InvalidDtype`: tensors that do not fit together. `InvalidValue`: a budget above
-/// the limit, a scale that is not finite and positive, a negative position, a token twice at one depth.
+/// the limit, a scale or temperature that is not finite and positive, a negative position, a token
+/// twice at one depth.
 pub fn tree_build(
     draft: &DraftScores<'_>,
     depth_scales: Option<&[f32]>,
@@ -92,10 +107,28 @@ pub fn tree_build(
     if let Some(scales) = depth_scales {
         check_scales(scales, num_depths)?;
     }
+    if let Some(TargetNoise { temperature, .. }) = request.noise
+        && !(temperature.is_finite() && temperature > 0.0)
+    {
+        bail!(InvalidValue, "temperature: got {temperature}, want a finite number above 0");
+    }
     let depth_limit = num_depths.min(request.max_depth).min(request.node_budget).min(MAX_DEPTH);
     let cap = if request.candidate_cap == 0 { usize::MAX } else { request.candidate_cap };
-    let candidates = Candidates::new(draft, depth_scales, depth_limit, request.node_budget.min(cap))?;
+    let scorings = (0..depth_limit).map(|depth| scoring(depth_scales, request, depth)).collect();
+    let candidates = Candidates::new(draft, scorings, request.node_budget.min(cap))?;
     Builder::new(candidates, depth_limit, request).run()
+}
+
+/// How the scores of row `depth` are made.
+fn scoring(depth_scales: Option<&[f32]>, request: &TreeRequest<'_>, depth: usize) -> Scoring {
+    Scoring {
+        scale: depth_scales.map_or(1.0, |scales| scales[depth]),
+        noise: request.noise.map(|noise| RowNoise {
+            inverse_temperature: 1.0 / noise.temperature,
+            // the target samples these tokens in the row of their parent
+            gumbel: GumbelNoise::new(noise.seed, request.root_position.wrapping_add(depth as i64)),
+        }),
+    }
 }
 
 /// Checks dtypes and shapes; returns L.
@@ -196,24 +229,18 @@ struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
-    /// `max_children`: how long a child list can usefully be.
-    fn new(
-        draft: &DraftScores<'a>,
-        depth_scales: Option<&[f32]>,
-        depth_limit: usize,
-        max_children: usize,
-    ) -> Result<Self> {
-        let scales: Vec<f32> =
-            (0..depth_limit).map(|depth| depth_scales.map_or(1.0, |scales| scales[depth])).collect();
+    /// `scorings`: of each depth that the tree can have. `max_children`: how long a child list can
+    /// usefully be.
+    fn new(draft: &DraftScores<'a>, scorings: Vec<Scoring>, max_children: usize) -> Result<Self> {
         match *draft {
             DraftScores::Logits { logits, max_candidates } => {
                 let limit = if max_candidates == 0 { max_children } else { max_candidates.min(max_children) };
                 let mut candidates = Self { per_depth: Vec::new(), lattice: None, has_nonfinite: false };
-                for (depth, &scale) in scales.iter().enumerate() {
+                for (depth, scoring) in scorings.iter().enumerate() {
                     let row = logits.at(depth);
-                    let summary = RowSummary::new(row, scale);
+                    let summary = RowSummary::new(row, scoring);
                     candidates.has_nonfinite |= summary.has_nonfinite;
-                    let best = summary.best(row, scale, limit);
+                    let best = summary.best(row, scoring, limit);
                     candidates.per_depth.push(ChildList {
                         children: best.into_iter().map(Candidate::from_key).collect(),
                         is_cut: limit < max_children && summary.num_usable > limit,
@@ -222,7 +249,7 @@ impl<'a> Candidates<'a> {
                 Ok(candidates)
             }
             DraftScores::Lattice { tokens, scores, transitions } => {
-                let lattice = Lattice::new(tokens, scores, transitions, scales, max_children)?;
+                let lattice = Lattice::new(tokens, scores, transitions, scorings, max_children)?;
                 let has_nonfinite = lattice.has_nonfinite();
                 Ok(Self { per_depth: Vec::new(), lattice: Some(lattice), has_nonfinite })
             }
@@ -236,7 +263,7 @@ struct Lattice<'a> {
     tokens: Vec<Vec<i32>>,
     scores: TensorRef<'a>,
     transitions: Option<TensorRef<'a>>,
-    scales: Vec<f32>,
+    scorings: Vec<Scoring>,
     max_children: usize,
 }
 
@@ -245,12 +272,12 @@ impl<'a> Lattice<'a> {
         tokens: TensorRef<'a>,
         scores: TensorRef<'a>,
         transitions: Option<TensorRef<'a>>,
-        scales: Vec<f32>,
+        scorings: Vec<Scoring>,
         max_children: usize,
     ) -> Result<Self> {
         let width = tokens.shape()[1];
-        let mut rows = Vec::with_capacity(scales.len());
-        for depth in 0..scales.len() {
+        let mut rows = Vec::with_capacity(scorings.len());
+        for depth in 0..scorings.len() {
             let row: Vec<i32> = (0..width).map(|j| tokens.get_i32(&[depth, j])).collect();
             let mut present: Vec<i32> = row.iter().copied().filter(|&token| token >= 0).collect();
             present.sort_unstable();
@@ -263,20 +290,20 @@ impl<'a> Lattice<'a> {
             }
             rows.push(row);
         }
-        Ok(Self { tokens: rows, scores, transitions, scales, max_children })
+        Ok(Self { tokens: rows, scores, transitions, scorings, max_children })
     }
 
     fn width(&self) -> usize {
         self.scores.shape()[1]
     }
 
-    /// The scaled score of candidate `column` of row `depth` below candidate `parent` of the row before.
+    /// The score of candidate `column` of row `depth` below candidate `parent` of the row before.
     fn x(&self, depth: usize, parent: usize, column: usize) -> f32 {
         let mut score = self.scores.get_f32(&[depth, column]);
         if let Some(transitions) = self.transitions {
             score += transitions.get_f32(&[depth, parent, column]);
         }
-        score * self.scales[depth]
+        self.scorings[depth].x(score, self.tokens[depth][column] as u32)
     }
 
     /// The candidates of row `depth` that are not absent.
@@ -309,7 +336,7 @@ impl<'a> Lattice<'a> {
 
     /// Whether any score that the tree could use is NaN or +inf.
     fn has_nonfinite(&self) -> bool {
-        (0..self.scales.len()).any(|depth| {
+        (0..self.scorings.len()).any(|depth| {
             let parents: Vec<usize> = match depth {
                 0 => vec![0],
                 _ => self.columns(depth - 1).collect(),

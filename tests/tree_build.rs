@@ -3,10 +3,12 @@
 
 mod common;
 
+use common::numbers::{Rng, fresh_seed};
 use common::reference::{self, Child, Picked};
+use ddtree::gumbel::GumbelNoise;
 use ddtree::{
-    BuiltTree, DraftScores, FLAG_CANDIDATES_EXHAUSTED, FLAG_NO_CANDIDATES, FLAG_NONFINITE, Status, TensorRef,
-    TreeRequest, tree_build,
+    BuiltTree, DraftScores, FLAG_CANDIDATES_EXHAUSTED, FLAG_NO_CANDIDATES, FLAG_NONFINITE, Status,
+    TargetNoise, TensorRef, TreeRequest, sampled_choice, tree_build,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -22,6 +24,7 @@ fn request(node_budget: usize) -> TreeRequest<'static> {
         candidate_cap: 0,
         stop_tokens: &[],
         stop_min_depth: 0,
+        noise: None,
     }
 }
 
@@ -55,6 +58,12 @@ fn assert_same(built: &BuiltTree, picked: &[Picked]) {
     assert_eq!(tree.next_sibling, fields.next_sibling);
     assert_eq!(tree.subtree_end, fields.subtree_end);
     assert_eq!(tree.root_position, 1000);
+}
+
+/// Temperatures and seeds of requests that are sampled.
+fn target_noise() -> impl Strategy<Value = TargetNoise> {
+    let temperature = prop::sample::select(vec![0.01f32, 0.3, 0.6, 1.0, 1.5, 40.0]);
+    (any::<i64>(), temperature).prop_map(|(seed, temperature)| TargetNoise { seed, temperature })
 }
 
 /// The sorted vocabulary of each depth.
@@ -479,6 +488,140 @@ fn path_scores_saturate() {
     assert_same(&built, &reference::brute_force(14, 3, |depth, _| children[depth].clone(), |_, _| false));
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn with_noise_equals_the_brute_force_over_noised_scores(
+        (l, v, logits) in any_rows(),
+        noise in target_noise(),
+        budget in 0usize..40,
+        candidate_cap in prop::sample::select(vec![0usize, 0, 1, 3]),
+        scales in prop::option::of(prop::collection::vec(prop::sample::select(vec![0.5f32, 1.0, 1.7]), 5)),
+    ) {
+        let rows: Vec<f32> = logits.chunks(v).enumerate()
+            .flat_map(|(d, row)| reference::noised(row, noise.temperature, noise.seed, 1000 + d as i64))
+            .collect();
+        let children = sorted_depths(&rows, v, |d| scales.as_ref().map_or(1.0, |scales| scales[d]));
+        let picked = reference::brute_force(
+            budget, l, |depth, _| capped(&children[depth], candidate_cap), |_, _| false,
+        );
+        let request = TreeRequest { candidate_cap, noise: Some(noise), ..request(budget) };
+        let draft = DraftScores::Logits { logits: TensorRef::new(&logits, &[l, v]).unwrap(), max_candidates: 0 };
+        let built = tree_build(&draft, scales.as_deref().map(|scales| &scales[..l]), &request).unwrap();
+        assert_same(&built, &picked);
+        let ignored = rows[..l.min(budget) * v].iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+        prop_assert_eq!(built.flags & FLAG_NONFINITE != 0, ignored);
+    }
+
+    /// By token id, not by column.
+    #[test]
+    fn a_lattice_gets_the_noise_of_its_tokens(
+        (l, k, tokens, scores, transitions) in lattice(),
+        noise in target_noise(),
+        budget in 0usize..40,
+        with_transitions: bool,
+    ) {
+        let row = |d: usize, i: usize| -> Vec<f32> {
+            let mut by_token = vec![f32::NEG_INFINITY; 9];
+            for j in (0..k).filter(|j| tokens[d * k + j] >= 0) {
+                let transition = if with_transitions { transitions[(d * k + i) * k + j] } else { 0.0 };
+                by_token[tokens[d * k + j] as usize] = scores[d * k + j] + transition;
+            }
+            let noised = reference::noised(&by_token, noise.temperature, noise.seed, 1000 + d as i64);
+            (0..k).map(|j| usize::try_from(tokens[d * k + j]).map_or(0.0, |token| noised[token])).collect()
+        };
+        let children = |d: usize, i: usize| reference::lattice_children(&tokens[d * k..(d + 1) * k], &row(d, i));
+        let picked = reference::brute_force(budget, l, children, |_, _| false);
+        let draft = DraftScores::Lattice {
+            tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
+            scores: TensorRef::new(&scores, &[l, k]).unwrap(),
+            transitions: with_transitions.then(|| TensorRef::new(&transitions, &[l, k, k]).unwrap()),
+        };
+        let built = tree_build(&draft, None, &TreeRequest { noise: Some(noise), ..request(budget) }).unwrap();
+        assert_same(&built, &picked);
+    }
+}
+
+/// A drafter that knows the target's logits makes a chain of what the target samples, over several
+/// chunks of ids, and the rest of the tree is the brute force's.
+#[test]
+fn the_spine_is_what_the_target_samples() {
+    const L: usize = 5;
+    let seed = fresh_seed();
+    let mut rng = Rng(seed);
+    for case in 0..60 {
+        let v = [50, 4096, 9001][case % 3];
+        let temperature = [0.3, 0.6, 1.0, 1.5][case % 4];
+        let logits: Vec<bf16> = (0..L * v).map(|_| bf16::from_f64(4.0 * rng.normal())).collect();
+        let noise = TargetNoise { seed: rng.next() as i64, temperature };
+        let position = (rng.next() >> 24) as i64;
+        // a chain has every depth, a tree may end before
+        let is_chain = case % 2 == 0;
+        let request = TreeRequest {
+            root_position: position,
+            noise: Some(noise),
+            candidate_cap: usize::from(is_chain),
+            ..request(if is_chain { L } else { 31 })
+        };
+        let draft =
+            DraftScores::Logits { logits: TensorRef::new(&logits, &[L, v]).unwrap(), max_candidates: 0 };
+        let tree = tree_build(&draft, None, &request).unwrap().tree;
+        let mut node = 0;
+        for d in 0..L {
+            // as vLLM's sampler: divided by the temperature in f32
+            let row: Vec<f32> = logits[d * v..(d + 1) * v].iter().map(|x| x.to_f32() / temperature).collect();
+            let gumbel = GumbelNoise::new(noise.seed, position + d as i64);
+            let sampled = sampled_choice(TensorRef::new(&row, &[v]).unwrap(), gumbel).token;
+            let Ok(child) = usize::try_from(tree.first_child[node]) else {
+                assert!(!is_chain, "seed {seed}, case {case}: the chain ends at depth {d}");
+                break;
+            };
+            node = child;
+            let got = tree.tokens[node];
+            let value = |token: i64| row[token as usize] + gumbel.of(token as u32);
+            assert!(
+                i64::from(got) == sampled || value(sampled) - value(got.into()) < 1e-4,
+                "seed {seed}, case {case}, depth {}: got {got}, sampled {sampled}",
+                d + 1
+            );
+        }
+        let children: Vec<Vec<Child>> = (0..L)
+            .map(|d| {
+                let row: Vec<f32> = logits[d * v..(d + 1) * v].iter().map(|x| x.to_f32()).collect();
+                let row = reference::noised(&row, temperature, noise.seed, position + d as i64);
+                capped(&reference::vocab_children(&row, 1.0), if is_chain { 1 } else { request.node_budget })
+            })
+            .collect();
+        let picked =
+            reference::brute_force(request.node_budget, L, |depth, _| children[depth].clone(), |_, _| false);
+        let mut by_rank: Vec<_> = tree.pop_ranks.iter().zip(&tree.tokens).skip(1).collect();
+        by_rank.sort_unstable();
+        let got: Vec<i32> = by_rank.into_iter().map(|(_, &token)| token).collect();
+        let want: Vec<i32> = picked[1..].iter().map(|node| node.token).collect();
+        assert_eq!(got, want, "seed {seed}, case {case}");
+    }
+}
+
+/// The reference's noise is the formula, as the sampler's is: see rust/scores.rs.
+#[test]
+fn noise_is_a_gumbel_variable() {
+    let (mut sum, mut squares, count) = (0.0, 0.0, 200_000);
+    for i in 0..count {
+        let bits = reference::noise_bits(-7, 11, i);
+        let u = (f64::from(bits) + 0.5) / 4_294_967_296.0;
+        let (got, want) = (f64::from(reference::noise_spec(bits)), -(-(-u).ln_1p()).ln());
+        // near u = 1 the sampler has few digits of 1 - u
+        assert!((got - want).abs() < if u < 0.99 { 4e-6 } else { 0.3 }, "{bits}: {got}, {want}");
+        assert!((got - f64::from(GumbelNoise::new(-7, 11).of(i))).abs() < 4e-6);
+        sum += got;
+        squares += got * got;
+    }
+    let mean = sum / f64::from(count);
+    let variance = squares / f64::from(count) - mean * mean;
+    assert!((mean - 0.577_216).abs() < 0.012 && (variance - 1.644_934).abs() < 0.03, "{mean}, {variance}");
+}
+
 #[test]
 fn the_root_is_never_a_stop_token() {
     let request = TreeRequest { stop_tokens: &[ROOT, 1], ..request(6) };
@@ -506,6 +649,12 @@ fn bad_arguments_are_named() {
         let (status, text) = fails(logits(&[3, 4]), Some(&[1.0, scale, 1.0]), request(3));
         assert_eq!(status, Status::InvalidValue);
         assert_eq!(text, format!("depth_scales[1]: got {shown}, want a finite number above 0"));
+    }
+    for (temperature, shown) in [(f32::NAN, "NaN"), (0.0, "0"), (-1.0, "-1"), (f32::INFINITY, "inf")] {
+        let noise = Some(TargetNoise { seed: 1, temperature });
+        let (status, text) = fails(logits(&[3, 4]), None, TreeRequest { noise, ..request(3) });
+        assert_eq!(status, Status::InvalidValue);
+        assert_eq!(text, format!("temperature: got {shown}, want a finite number above 0"));
     }
     let (status, text) = fails(logits(&[3, 4]), Some(&[1.0]), request(3));
     assert_eq!((status, &text[..]), (Status::InvalidShape, "depth_scales length: got 1, want 3"));

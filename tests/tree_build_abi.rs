@@ -8,7 +8,7 @@ use std::ptr::{null, null_mut};
 
 use common::buffers::{ABSENT, Context, POISON, TreeBuffers, last_error, tensor};
 use ddtree::ffi::*;
-use ddtree::{DraftScores, TensorRef, Tree, TreeRequest, tree_build};
+use ddtree::{DraftScores, TargetNoise, TensorRef, Tree, TreeRequest, tree_build};
 use half::bf16;
 use proptest::prelude::*;
 
@@ -27,8 +27,10 @@ struct Arguments {
     stop_tokens: Vec<i32>,
     stop_min_depths: Vec<i32>,
     depth_scales: Vec<f32>,
+    seeds: Vec<i64>,
+    temperatures: Vec<f32>,
     /// Which of the optional arrays are passed.
-    given: [bool; 6],
+    given: [bool; 7],
 }
 
 impl Arguments {
@@ -42,7 +44,9 @@ impl Arguments {
             stop_tokens: vec![-1; num_reqs * STOPS],
             stop_min_depths: vec![0; num_reqs],
             depth_scales: vec![1.0; num_depths],
-            given: [true; 6],
+            seeds: vec![7; num_reqs],
+            temperatures: vec![0.0; num_reqs],
+            given: [true; 7],
         }
     }
 
@@ -67,11 +71,12 @@ impl Arguments {
             max_stop_tokens: if self.given[4] { STOPS as i32 } else { 0 },
             max_candidates: 0,
             stop_min_depths: optional(self.given[5], &self.stop_min_depths),
-            seeds: null(),
+            seeds: optional(self.given[6], &self.seeds),
             workspace: null_mut(),
             workspace_bytes: 0,
             tree,
             tree_index: ABSENT,
+            temperatures: optional(self.given[6], &self.temperatures),
         }
     }
 
@@ -89,6 +94,8 @@ impl Arguments {
             candidate_cap: if self.given[3] { self.candidate_caps[r].max(0) as usize } else { 0 },
             stop_tokens: if self.given[4] { &self.stop_tokens[r * STOPS..(r + 1) * STOPS] } else { &[] },
             stop_min_depth: if self.given[5] { self.stop_min_depths[r] } else { 0 },
+            noise: (self.given[6] && self.temperatures[r] > 0.0)
+                .then(|| TargetNoise { seed: self.seeds[r], temperature: self.temperatures[r] }),
         };
         let built =
             tree_build(draft, self.given[0].then_some(&self.depth_scales[..]), &request).expect("a tree");
@@ -106,7 +113,8 @@ fn arguments(num_reqs: usize, num_depths: usize) -> impl Strategy<Value = Argume
         vec(-1i32..9, num_reqs * STOPS),
         vec(-1i32..4, num_reqs),
         vec(0.25f32..4.0, num_depths),
-        prop::array::uniform6(any::<bool>()),
+        vec((any::<i64>(), prop::sample::select(&[0.0f32, -0.0, 0.6, 1.0, 3.0][..])), num_reqs),
+        prop::array::uniform7(any::<bool>()),
     )
         .prop_map(
             |(
@@ -117,8 +125,10 @@ fn arguments(num_reqs: usize, num_depths: usize) -> impl Strategy<Value = Argume
                 stop_tokens,
                 stop_min_depths,
                 depth_scales,
+                sampling,
                 given,
             )| {
+                let (seeds, temperatures) = sampling.into_iter().unzip();
                 Arguments {
                     root_tokens,
                     root_positions,
@@ -128,6 +138,8 @@ fn arguments(num_reqs: usize, num_depths: usize) -> impl Strategy<Value = Argume
                     stop_tokens,
                     stop_min_depths,
                     depth_scales,
+                    seeds,
+                    temperatures,
                     given,
                 }
             },
@@ -231,7 +243,7 @@ proptest! {
         (r, l) in (0usize..4, 0usize..6),
         seed in prop::collection::vec(logit(), 600),
         with_transitions: bool,
-        given in prop::array::uniform6(any::<bool>()),
+        given in prop::array::uniform7(any::<bool>()),
     ) {
         const K: usize = 3;
         let arguments = Arguments { given, ..Arguments::new(r, l) };
@@ -340,10 +352,22 @@ fn values_out_of_range_are_refused() {
     check(with(|p| p.max_candidates = -1), value, "max_candidates: got -1, want >= 0");
     check(with(|p| p.max_stop_tokens = -1), shape, "max_stop_tokens: got -1, want >= 0");
     check(with(|p| p.flags = 0x80), DDT_UNSUPPORTED, "params.flags: got 0x80, want 0");
+    for (temperature, shown) in [(f32::NAN, "NaN"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
+        check(
+            fails(|a, _| a.temperatures[1] = temperature, |_| {}),
+            value,
+            &format!("temperatures[1]: got {shown}, want a finite number of at least 0"),
+        );
+    }
     check(
-        with(|p| p.seeds = p.root_positions.cast()),
-        DDT_UNSUPPORTED,
-        "seeds: got a pointer, want NULL (reserved)",
+        with(|p| p.temperatures = null()),
+        value,
+        "temperatures and seeds: got seeds alone, want both or neither",
+    );
+    check(
+        with(|p| p.seeds = null()),
+        value,
+        "temperatures and seeds: got temperatures alone, want both or neither",
     );
     const INDEX: [i64; 2] = [1, 1];
     check(
@@ -387,6 +411,8 @@ fn values_out_of_range_are_refused() {
         (|p| p.root_positions = p.root_positions.wrapping_byte_add(4)) as fn(&mut ddt_tree_build_params),
         |p| p.stop_tokens = p.stop_tokens.wrapping_byte_add(1),
         |p| p.depth_scales = p.depth_scales.wrapping_byte_add(2),
+        |p| p.seeds = p.seeds.wrapping_byte_add(4),
+        |p| p.temperatures = p.temperatures.wrapping_byte_add(1),
         |p| p.tree = p.tree.wrapping_byte_add(4),
         |p| p.logits.data = p.logits.data.wrapping_byte_add(1),
     ] {
@@ -512,8 +538,9 @@ struct Resized<T> {
 fn parameter_structs_of_other_versions() {
     let known = size_of::<ddt_tree_build_params>() as u32;
     let logits = vec![0.0f32; R * L * V];
-    let arguments = Arguments::new(R, L);
-    let run = |size: u32, tail: [u8; 64]| {
+    let run_with = |noise: bool, size: u32, tail: [u8; 64]| {
+        let mut arguments = Arguments::new(R, L);
+        arguments.given[6] = noise;
         let mut buffers = TreeBuffers::poisoned(R, MAX_NODES, MAX_DEPTH);
         let mut tree = buffers.raw();
         let params = ddt_tree_build_params {
@@ -527,6 +554,7 @@ fn parameter_structs_of_other_versions() {
         assert_eq!(is_written, status == DDT_OK, "{}", last_error());
         status
     };
+    let run = |size, tail| run_with(false, size, tail);
     let mut last_byte = [0; 64];
     last_byte[63] = 1;
     let mut garbage_behind = [0; 64];
@@ -536,7 +564,12 @@ fn parameter_structs_of_other_versions() {
     assert_eq!(run(known + 16, garbage_behind), DDT_OK);
     assert_eq!(run(known + 24, garbage_behind), DDT_UNSUPPORTED);
     assert_eq!(run(known + 64, last_byte), DDT_UNSUPPORTED);
-    // an older one, without tree_index
+    // an older one, without temperatures: seeds meant nothing yet
+    let older = std::mem::offset_of!(ddt_tree_build_params, temperatures) as u32;
+    assert_eq!(run_with(true, older, [0; 64]), DDT_INVALID_VALUE);
+    assert_eq!(run_with(true, known, [0; 64]), DDT_OK);
+    assert_eq!(run(older, [0; 64]), DDT_OK);
+    // and without tree_index
     let least = std::mem::offset_of!(ddt_tree_build_params, tree_index) as u32;
     assert_eq!(run(least, [0; 64]), DDT_OK);
     for size in [0, 4, least - 8, known + 4, known + 1, 5000, u32::MAX] {

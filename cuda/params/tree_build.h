@@ -67,6 +67,9 @@ struct ddt_cuda_tree_build {
   // [R][max_stop_tokens]
   const int32_t *stop_tokens;
   const int32_t *stop_min_depths;
+  // both or neither
+  const int64_t *seeds;
+  const float *temperatures;
   // workspace: [R] rows that are done
   uint32_t *arrived;
   // workspace: [R][num_rows][num_chunks] largest usable score, sum of exponentials, usable scores;

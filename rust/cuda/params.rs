@@ -817,6 +817,8 @@ pub struct ddt_cuda_tree_build {
     pub candidate_caps: *const i32,
     pub stop_tokens: *const i32,
     pub stop_min_depths: *const i32,
+    pub seeds: *const i64,
+    pub temperatures: *const f32,
     pub arrived: *mut u32,
     pub chunk_max: *mut f32,
     pub chunk_sum: *mut f32,
@@ -831,7 +833,7 @@ pub struct ddt_cuda_tree_build {
 const _: () = {
     [
         "Size of ddt_cuda_tree_build",
-    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 528usize];
+    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 544usize];
     [
         "Alignment of ddt_cuda_tree_build",
     ][::std::mem::align_of::<ddt_cuda_tree_build>() - 8usize];
@@ -911,32 +913,38 @@ const _: () = {
         "Offset of field: ddt_cuda_tree_build::stop_min_depths",
     ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 344usize];
     [
+        "Offset of field: ddt_cuda_tree_build::seeds",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, seeds) - 352usize];
+    [
+        "Offset of field: ddt_cuda_tree_build::temperatures",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, temperatures) - 360usize];
+    [
         "Offset of field: ddt_cuda_tree_build::arrived",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 352usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 368usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 360usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 376usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_sum",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 368usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 384usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_usable",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 376usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 392usize];
     [
         "Offset of field: ddt_cuda_tree_build::block_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 384usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 400usize];
     [
         "Offset of field: ddt_cuda_tree_build::lists",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 392usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 408usize];
     [
         "Offset of field: ddt_cuda_tree_build::keys",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 400usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 416usize];
     [
         "Offset of field: ddt_cuda_tree_build::columns",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 408usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 424usize];
     [
         "Offset of field: ddt_cuda_tree_build::tree",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 416usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 432usize];
 };
 pub const DDT_CUDA_TREE_GATHER_THREADS: _bindgen_ty_9 = 256;
 pub type _bindgen_ty_9 = ::std::os::raw::c_uint;

@@ -211,6 +211,8 @@ pub(crate) unsafe fn launch(
         candidate_caps: per_request(params.candidate_caps, "candidate_caps")?,
         stop_tokens: ptr::device_array(params.stop_tokens, num_stop_tokens, "stop_tokens")?,
         stop_min_depths: per_request(params.stop_min_depths, "stop_min_depths")?,
+        seeds: ptr::optional_device_array(params.seeds, num_reqs, "seeds")?,
+        temperatures: ptr::optional_device_array(params.temperatures, num_reqs, "temperatures")?,
         arrived: null_mut(),
         chunk_max: null_mut(),
         chunk_sum: null_mut(),

@@ -13,7 +13,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, bail};
 use crate::tensor::TensorRef;
 use crate::tree_build::{
-    BuiltTree, DraftScores, TreeRequest, check_lattice, check_logits, check_scales, tree_build,
+    BuiltTree, DraftScores, TargetNoise, TreeRequest, check_lattice, check_logits, check_scales, tree_build,
 };
 
 /// Builds the best tree of each request under its node budget.
@@ -28,9 +28,9 @@ use crate::tree_build::{
 ///
 /// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
 /// candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
-/// (both or neither of logits and candidates; a budget, cap, scale or position out of range; a
-/// token twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown
-/// flags, seeds).
+/// (both or neither of logits and candidates; one of temperatures and seeds without the other; a
+/// budget, cap, scale, temperature or position out of range; a token twice at one depth; a tree that
+/// is not there or named twice). DDT_UNSUPPORTED (unknown flags).
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_tree_build(
@@ -80,8 +80,9 @@ pub unsafe extern "C" fn ddt_tree_build_workspace_size(
 /// Checks what is neither a pointer nor a tensor.
 pub(crate) fn check_scalars(params: &ddt_tree_build_params) -> Result<()> {
     ptr::no_flags(params.flags)?;
-    if !params.seeds.is_null() {
-        bail!(Unsupported, "seeds: got a pointer, want NULL (reserved)");
+    if params.temperatures.is_null() != params.seeds.is_null() {
+        let got = if params.seeds.is_null() { "temperatures" } else { "seeds" };
+        bail!(InvalidValue, "temperatures and seeds: got {got} alone, want both or neither");
     }
     if params.max_stop_tokens < 0 {
         bail!(InvalidShape, "max_stop_tokens: got {}, want >= 0", params.max_stop_tokens);
@@ -189,6 +190,8 @@ struct Inputs<'a> {
     stop_tokens: &'a [i32],
     num_stop_tokens: usize,
     stop_min_depths: Option<&'a [i32]>,
+    seeds: Option<&'a [i64]>,
+    temperatures: Option<&'a [f32]>,
 }
 
 impl<'a> Inputs<'a> {
@@ -225,6 +228,8 @@ impl<'a> Inputs<'a> {
                 stop_tokens: ptr::input(params.stop_tokens, num_reqs * num_stop_tokens, "stop_tokens")?,
                 num_stop_tokens,
                 stop_min_depths: ptr::optional_input(params.stop_min_depths, num_reqs, "stop_min_depths")?,
+                seeds: ptr::optional_input(params.seeds, num_reqs, "seeds")?,
+                temperatures: ptr::optional_input(params.temperatures, num_reqs, "temperatures")?,
             })
         }
     }
@@ -253,9 +258,22 @@ impl<'a> Inputs<'a> {
             candidate_cap: self.candidate_caps.map_or(0, |caps| caps[r].max(0) as usize),
             stop_tokens: &self.stop_tokens[r * self.num_stop_tokens..][..self.num_stop_tokens],
             stop_min_depth: self.stop_min_depths.map_or(0, |depths| depths[r]),
+            noise: self.noise(r)?,
         };
         tree_build(&self.scores.of(r), self.depth_scales, &request)
             .map_err(|error| Error::new(error.status(), format!("request {r}: {error}")))
+    }
+
+    /// The noise of request `r`, `None` at temperature 0.
+    fn noise(&self, r: usize) -> Result<Option<TargetNoise>> {
+        let (Some(seeds), Some(temperatures)) = (self.seeds, self.temperatures) else {
+            return Ok(None);
+        };
+        let (seed, temperature) = (seeds[r], temperatures[r]);
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            bail!(InvalidValue, "temperatures[{r}]: got {temperature}, want a finite number of at least 0");
+        }
+        Ok((temperature > 0.0).then_some(TargetNoise { seed, temperature }))
     }
 }
 

@@ -168,8 +168,8 @@ pub struct ddt_tree_build_params {
     pub max_candidates: i32,
     /// `[R]` optional: stop tokens at a smaller depth than this do not end a path.
     pub stop_min_depths: *const i32,
-    /// Reserved, must be NULL.
-    pub seeds: *const u64,
+    /// `[R]` optional, required iff temperatures is given: seeds of the target's noise.
+    pub seeds: *const i64,
     /// Caller memory of at least ddt_tree_build_workspace_size bytes; may be NULL if that is 0.
     pub workspace: *mut c_void,
     /// Its size.
@@ -180,6 +180,11 @@ pub struct ddt_tree_build_params {
     /// `tree_index[B - 1]` of the R, all different, and a negative one none. What is `[R]` above
     /// is then `[B]`, and the other trees stay as they are.
     pub tree_index: ddt_tensor,
+    /// `[R]` optional, finite and >= 0: where it is above 0, scores are divided by it and get the
+    /// noise that ddt_tree_accept adds for the same seed (at the position of a token's parent, by
+    /// token id), so that the tree anticipates what the target samples; 0 = as they are. The
+    /// normaliser and the candidates are those of the scores with noise.
+    pub temperatures: *const f32,
 }
 
 /// Parameters of ddt_tree_gather. B = trees to gather, T = rows.

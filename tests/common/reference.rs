@@ -78,6 +78,62 @@ pub fn list_normaliser(x: &[f32]) -> Option<f64> {
     Some(f64::from(max) + ln_spec(sum))
 }
 
+/// MurmurHash3_x86_32 of 16 bytes, seed 0.
+fn murmur3(bytes: [u8; 16]) -> u32 {
+    let mut h = 0u32;
+    for word in bytes.chunks(4) {
+        let k = u32::from_le_bytes(word.try_into().expect("4 bytes")).wrapping_mul(0xcc9e2d51);
+        h ^= k.rotate_left(15).wrapping_mul(0x1b873593);
+        h = h.rotate_left(13).wrapping_mul(5).wrapping_add(0xe6546b64);
+    }
+    h ^= 16;
+    h = (h ^ (h >> 16)).wrapping_mul(0x85ebca6b);
+    h = (h ^ (h >> 13)).wrapping_mul(0xc2b2ae35);
+    h ^ (h >> 16)
+}
+
+/// The 32 bits behind the noise of a token that is sampled in the row at `position`.
+pub fn noise_bits(seed: i64, position: i64, token: u32) -> u32 {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    bytes[8..12].copy_from_slice(&position.to_le_bytes()[..4]);
+    bytes[12..].copy_from_slice(&token.to_le_bytes());
+    murmur3(bytes)
+}
+
+/// `noise_spec` of `ddtree::scores`.
+pub fn noise_spec(bits: u32) -> f32 {
+    let ln_near = |f: f32, k: i32| {
+        let mut q = f32::from_bits(0xbd89a21e);
+        for c in [0x3e10eede, 0xbe31883f, 0x3e4dc6bc, 0xbe7fc9a8, 0x3eaaa739, 0xbf00001c, 0x3f800000] {
+            q = q.mul_add(f, f32::from_bits(c));
+        }
+        (k as f32).mul_add(f32::from_bits(0x3f317218), f * q)
+    };
+    let split = |v: f32| {
+        let (mut m, mut k) = (v, 0);
+        while m < 0.75 {
+            (m, k) = (m * 2.0, k - 1);
+        }
+        while m >= 1.5 {
+            (m, k) = (m / 2.0, k + 1);
+        }
+        (k, m)
+    };
+    let low = ((bits & 0xffff) as f32 + 0.5) * 2f32.powi(-32);
+    let u = ((bits >> 16) as f32).mul_add(2f32.powi(-16), low);
+    let (k, m) = split((1.0 - u).max(2f32.powi(-24)));
+    let y = -ln_near(if u < 0.25 { -u } else { m - 1.0 }, k);
+    let (k, m) = split(y);
+    -ln_near(m - 1.0, k)
+}
+
+/// A row of logits as a target samples from it, before any scale.
+pub fn noised(logits: &[f32], temperature: f32, seed: i64, position: i64) -> Vec<f32> {
+    let noise = |token| noise_spec(noise_bits(seed, position, token as u32));
+    logits.iter().enumerate().map(|(token, x)| x.mul_add(1.0 / temperature, noise(token))).collect()
+}
+
 /// Q10.21 edge score.
 pub fn edge_score(x: f32, ln_z: f64) -> i64 {
     let score = ((f64::from(x) - ln_z) * 2f64.powi(21)).round_ties_even();

@@ -289,6 +289,36 @@ def call_metrics(case):
     }
 
 
+def call_sampling(case):
+    """What the front end says of each set of sampling parameters; None where it takes them."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import BeamSearchParams
+
+    config = engine_config(case["args"])
+
+    def verify(params):
+        if "beam_width" in params:
+            beams = BeamSearchParams(max_tokens=4, **params)
+            return beams.configure_logprobs(SamplingParams(), config)
+        if "logit_bias" in params:  # JSON has no other keys
+            params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+        return SamplingParams(**params).verify(
+            config.model_config,
+            config.speculative_config,
+            config.structured_outputs_config,
+            None,
+        )
+
+    said = []
+    for params in case["params"]:
+        try:
+            said.append(verify(params))
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            said.append(str(error))
+    return said
+
+
 def call_modules(case):
     """Which of our modules this process has imported."""
     return [name for name in sys.modules if name.split(".")[0] == "vllm_ddtree"]

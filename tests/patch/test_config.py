@@ -313,6 +313,11 @@ ACCEPTED = {
     "bf16 cache": (engine(kv_cache_dtype="bfloat16"), {"method": "dflash"}),
 }
 
+# Of these vLLM refuses the first three with any speculation.
+SAMPLING = [{"min_p": 0.1}, {"logit_bias": {"3": 1.5}}, {"beam_width": 2, "allowed_token_ids": [3]}]
+SAMPLING += [{"top_p": 0.9, "top_k": 5}, {"allowed_token_ids": [3]}, {"logprob_token_ids": [3]}]
+SAMPLING += [{"allowed_token_ids": [512]}]
+
 PER_REQUEST = {"per_request_spec_decode_metrics": "detailed"}
 CHAIN = ddtree(method="dflash", num_speculative_tokens=7)
 STOCK = {
@@ -328,6 +333,7 @@ STOCK = {
         "args": CHAIN | PER_REQUEST,
         "rounds": [[7, 0, 7], [7, 2, 1], [3, 0, 0]],
     },
+    "sampling": {"call": "sampling", "args": CHAIN, "params": SAMPLING},
     "modules": {"call": "modules"},
 }
 # rounds of (nodes, of them invalid under a grammar, accepted): two whole trees, one cut short to
@@ -336,6 +342,7 @@ ROUNDS = [[31, 0, 15], [31, 0, 2], [3, 0, 1], [31, 19, 0]]
 OTHERS = {
     "warm-up": {"call": "warmup", "args": engine(max_num_seqs=200, max_num_batched_tokens=8192)},
     "copy": {"call": "copy", "args": ddtree()},
+    "sampling": {"call": "sampling", "args": ddtree(), "params": SAMPLING},
     "shapes": {"call": "state_shapes", "args": ddtree()},
     "slots": {"call": "state_slots", "args": ddtree()},
     "metrics": {
@@ -594,6 +601,16 @@ def test_what_a_gpu_needs(results, version, name):
 def test_warm_up_verifies_what_a_step_may_hold(results, version):
     """0.32's CPU worker does not call it."""
     assert results["warm-up"]["value"] == {"0.32.0": 200, "0.33.0": 16}[version]
+
+
+def test_what_the_front_end_refuses_of_chains_it_takes_of_trees(results, stock, version):
+    chain, tree = (
+        [text is None for text in case["sampling"]["value"]] for case in (stock, results)
+    )
+    assert chain == [False] * 3 + [True] * 3 + [False]
+    # 0.32 has no allowlists of beams
+    assert tree == [True, True, version == "0.33.0", True, True, True, False]
+    assert "out-of-vocab" in results["sampling"]["value"][-1]
 
 
 def pairs(graphs):

@@ -107,13 +107,23 @@ class _Margins:
     Asks vLLM's own sampling kernel twice, the second time without the winner. A
     filter decides by logits too. What it would keep if logits moved by NEAR_TIE
     counts as kept, and a sampled token that it would then drop has no margin:
-    top-k compares logits, top-p the mass of the tokens before one with p, see
-    `_nucleus_edge`."""
+    top-k compares logits, min-p a logit with the best one, top-p the mass of the
+    tokens before one with p, see `_nucleus_edge`."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, int], float] = {}
         self._unfiltered: torch.Tensor | None = None
         self._top_p: torch.Tensor | None = None
+        # Before min-p, and by how much each token beats what it keeps.
+        self._before_min_p: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def wrap_min_p(self, apply: Any) -> Any:
+        def remembering(logits, idx, min_p):
+            last = logits.amax(-1) + min_p[idx].log()
+            self._before_min_p = logits.clone(), logits - last[:, None]
+            return apply(logits, idx, min_p)
+
+        return remembering
 
     def wrap_filter(self, apply: Any) -> Any:
         def remembering(logits, k, p, **kwargs):
@@ -184,8 +194,13 @@ class _Margins:
             top_p, self._top_p = self._top_p, None
             if unfiltered is None:
                 unfiltered = logits
-            filtered = (unfiltered > logits).any(-1)
             step = NEAR_TIE / scale
+            at_min_p = torch.zeros_like(logits, dtype=torch.bool)
+            before, self._before_min_p = self._before_min_p, None
+            if before is not None:
+                at_min_p = before[1].abs() <= step[:, None]
+                unfiltered = torch.where(at_min_p, before[0], unfiltered)
+            filtered = (unfiltered > logits).any(-1)
             if top_p is None:
                 last_kept = logits.masked_fill(logits.isinf(), float("inf")).amin(-1)
                 excluded = unfiltered < (last_kept - step)[:, None]
@@ -195,7 +210,8 @@ class _Margins:
             rest = unfiltered.masked_fill(excluded, float("-inf"))
             rest = rest.scatter(1, token[:, None], float("-inf"))
             _, second = self._best(sample, rest, *options, **kwargs)
-            droppable = filtered & droppable.gather(1, token[:, None])[:, 0]
+            droppable = (filtered[:, None] & droppable) | at_min_p
+            droppable = droppable.gather(1, token[:, None])[:, 0]
             margins = torch.where(droppable, 0.0, (first - second) * scale)
             keys = zip(seed[idx].tolist(), pos.tolist(), strict=True)
             self.by_key.update(zip(keys, margins.tolist(), strict=True))
@@ -233,10 +249,11 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         from vllm import LLM
-        from vllm.v1.worker.gpu.sample import sampler
+        from vllm.v1.worker.gpu.sample import sampler, states
 
-        self._stock = sampler.gumbel_sample, sampler.apply_top_k_top_p
+        self._stock = sampler.gumbel_sample, sampler.apply_top_k_top_p, states.apply_min_p
         if self._margins is not None:
+            states.apply_min_p = self._margins.wrap_min_p(self._stock[2])
             sampler.gumbel_sample = self._margins.wrap_sample(self._stock[0])
             sampler.apply_top_k_top_p = self._margins.wrap_filter(self._stock[1])
         try:
@@ -257,9 +274,9 @@ class Engine:
     def _restore(self) -> None:
         """Leave the process as it was, also where an engine did not start."""
         from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.v1.worker.gpu.sample import sampler
+        from vllm.v1.worker.gpu.sample import sampler, states
 
-        sampler.gumbel_sample, sampler.apply_top_k_top_p = self._stock
+        sampler.gumbel_sample, sampler.apply_top_k_top_p, states.apply_min_p = self._stock
         gc.collect()
         cleanup_dist_env_and_memory()
 

@@ -19,6 +19,7 @@ from watch import Watch, watching
 BUDGET, HORIZON = 31, 15
 SETTINGS = {"max_num_seqs": 8}
 MAX_TOKENS = 24
+END_OF_TEXT = 0
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
@@ -63,6 +64,30 @@ def cases() -> dict[str, Case]:
         "repetition on a chain": Case({**CHAIN, "repetition_penalty": 1.4}, chain=True),
         "allowed": Case({"allowed_token_ids": list(range(200, 420))}),
         "min tokens": Case({"stop_token_ids": sorted(set(prompt())), "min_tokens": 16}),
+        # vLLM refuses these two with a chain.
+        "min p": Case({"temperature": 1.5, "min_p": 0.05}),
+        "logit bias": Case({"logit_bias": bias()}),
+        # Each of what looks at one row alone, in the order in which vLLM applies them: bias, allowed
+        # and stop tokens, temperature, min-p, top-k, top-p.
+        "row by row": Case(
+            {
+                "logit_bias": bias(),
+                "allowed_token_ids": list(range(100, 900)),
+                "stop_token_ids": sorted(set(prompt())),
+                "min_tokens": 20,
+                "temperature": 1.2,
+                "min_p": 0.02,
+                "top_k": 50,
+                "top_p": 0.95,
+            }
+        ),
+        # Bias adds and penalties multiply, so their order matters.
+        "bias and penalties": Case(
+            {**sampled, "logit_bias": bias(), "min_p": 0.02, "repetition_penalty": 1.3}, chain=True
+        ),
+        "end of text": Case(
+            {"ignore_eos": False, "logit_bias": {END_OF_TEXT: 30.0}, "min_tokens": 10}
+        ),
     }
 
 
@@ -82,6 +107,12 @@ def bad_words() -> list[str]:
     return sorted(piece for piece in pieces if piece.isalpha())[:40]
 
 
+def bias() -> dict[int, float]:
+    """Against the prompt's tokens, for some others; a ban of the most frequent ones."""
+    often = sorted(set(prompt()), key=prompt().count)
+    return {**dict.fromkeys(range(300, 340), 1.75), **dict.fromkeys(often, -2.5), often[-1]: -100.0}
+
+
 LOGPROBS = [
     {"logprobs": 5},
     {"temperature": 0.8, "logprobs": 5},
@@ -90,6 +121,13 @@ LOGPROBS = [
     {"logprobs": 3, "presence_penalty": 1.0},
     {"logprobs": 5, "extra_args": {"ddtree_budget": 0}},
     {"prompt_logprobs": 4, "logprobs": 2},
+]
+# Scores of given tokens, of which vLLM gives none with a chain, beside those of the best.
+GIVEN = [7, 450, 451, 452, 1001]
+SCORED = [
+    {"logprob_token_ids": GIVEN},
+    {"logprob_token_ids": GIVEN[:2], "temperature": 0.8},
+    {"logprobs": 3},
 ]
 
 
@@ -109,10 +147,14 @@ def all_logprobs(engine: Engine) -> Run:
     )
 
 
+def all_scored(engine: Engine) -> Run:
+    return engine.generate(prompts(len(SCORED)), [with_common(params) for params in SCORED])
+
+
 @pytest.fixture(scope="module")
-def base() -> tuple[Run, Run]:
+def base() -> tuple[Run, Run, Run]:
     with Engine(margins=True, **SETTINGS) as engine:
-        return all_cases(engine), all_logprobs(engine)
+        return all_cases(engine), all_logprobs(engine), all_scored(engine)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +208,14 @@ def test_parameters_hold(base, served):
         json.loads(outputs["schema"].text)
     assert all(200 <= token < 420 for token in outputs["allowed"].token_ids)
     assert not any(word in outputs["bad words"].text.split() for word in bad_words())
+    assert not {t for t, b in bias().items() if b == -100.0} & set(outputs["logit bias"].token_ids)
     late = outputs["min tokens"].token_ids
     assert 16 < len(late) and not set(late[:-1]) & set(prompt())
+    for name, want in zip(cases(), base[0].outputs, strict=True):
+        if outputs[name].token_ids == want.token_ids:
+            assert outputs[name].finish_reason == want.finish_reason, name
+    assert outputs["end of text"].finish_reason == "stop"
+    assert outputs["end of text"].token_ids.index(END_OF_TEXT) == 10
 
 
 def check_logprobs(want: list[dict], got: list[dict], positions: int, most_likely: int) -> None:
@@ -218,6 +266,18 @@ def test_logprobs_belong_to_their_tokens(base, tree):
     assert checked > 2 * MAX_TOKENS, "too little of it was accepted from drafts"
 
 
+def test_logprobs_of_given_tokens(base, tree):
+    got = all_scored(tree)
+    assert_same_text(base[2], got, "logprobs of given tokens")
+    for params, a, b in zip(SCORED, base[2].outputs, got.outputs, strict=True):
+        given = set(params.get("logprob_token_ids", ()))
+        for j in range(common_length(a, b)):
+            assert a.logprobs[j].keys() == b.logprobs[j].keys() or not given
+            assert b.logprobs[j].keys() >= given | {b.token_ids[j]}
+            for token in a.logprobs[j].keys() & b.logprobs[j].keys():
+                assert abs(a.logprobs[j][token] - b.logprobs[j][token]) <= 2 * NEAR_TIE
+
+
 def test_warm_up_leaves_the_warning_to_requests(caplog):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -238,7 +298,10 @@ def test_prompt_logprobs(base, tree):
     assert len(want.prompt_logprobs) == len(prompts(1, first=2 + len(LOGPROBS) - 1)[0]) - 1
     assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
     check_logprobs(
-        want.prompt_logprobs, got.prompt_logprobs, len(want.prompt_logprobs), LOGPROBS[-1]["prompt_logprobs"]
+        want.prompt_logprobs,
+        got.prompt_logprobs,
+        len(want.prompt_logprobs),
+        LOGPROBS[-1]["prompt_logprobs"],
     )
 
 

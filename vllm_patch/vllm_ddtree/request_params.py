@@ -6,19 +6,14 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_ddtree import grammar
+
 logger = init_logger(__name__)
 
 # A request's own limits: `extra_args` (`vllm_xargs` in the OpenAI API).
 BUDGET_ARG = "ddtree_budget"
 SHAPE_ARG = "ddtree_shape"
 MAX_STOP_TOKENS = 16
-
-
-def needs_chain(params: SamplingParams) -> list[str]:
-    """Parameters that vLLM applies as if the rows were a chain, and `history` does
-    not apply along paths: such a request gets a chain."""
-    reasons = {"structured_outputs": params.structured_outputs is not None}
-    return [name for name, present in reasons.items() if present]
 
 
 class RequestParams:
@@ -58,14 +53,14 @@ class RequestParams:
         budget, chain, stops, min_stop_position = self.tree_budget, False, [], 0
         if params is not None:
             budget = self._requested_budget(params)
-            reasons = needs_chain(params)
-            if reasons and warn:
+            cannot_fork = grammar.needs_chain(params.structured_outputs)
+            if cannot_fork and warn:
                 logger.warning_once(
-                    "%s not supported on trees yet: such requests are "
-                    "verified as an exact chain.",
-                    ", ".join(reasons),
+                    "Grammars of the %s backend cannot follow a tree: such requests are "
+                    "verified as an exact chain; xgrammar's can.",
+                    params.structured_outputs._backend,
                 )
-            chain = bool(reasons) or self._wants_chain(params)
+            chain = cannot_fork or self._wants_chain(params)
             # What ends the request: ignore_eos ignores the end of text alone.
             stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
             stops = sorted(stops)[:MAX_STOP_TOKENS]

@@ -49,9 +49,7 @@ class TreeRejectionSampler:
         step = self.model_state.step
         assert step is not None
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        logprobs_dims = sampler.get_logprobs_dims(
-            input_batch.idx_mapping_np, include_token_ids=False
-        )
+        logprobs_dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         rows = input_batch.logits_indices
         positions, input_ids = input_batch.positions[rows], input_batch.input_ids[rows]
         paths = Paths(step, input_ids)
@@ -78,11 +76,15 @@ class TreeRejectionSampler:
                 )
             node_tokens.append(tokens)
             if logprobs_dims is not None:
+                num_logprobs, num_token_ids = logprobs_dims
                 scores.append(
                     compute_topk_scores(
                         processed if mode in PROCESSED_LOGPROBS_MODES else logits[chunk],
-                        logprobs_dims[0],
+                        num_logprobs,
                         tokens,
+                        logprob_token_ids_state=sampler.logprob_token_ids_state,
+                        expanded_idx_mapping=input_batch.expanded_idx_mapping[chunk],
+                        max_per_req_token_ids=num_token_ids,
                         logits_mode=mode in ("raw_logits", "processed_logits"),
                     )
                 )

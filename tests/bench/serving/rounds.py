@@ -12,12 +12,14 @@ import json
 import os
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -84,6 +86,17 @@ def speculative_config(method: str, budget: int, drafter: Path) -> dict | None:
     return config | dict(method="ddtree", tree_budget=budget)
 
 
+class Generation(NamedTuple):
+    """Seconds until every request has a token, and all rounds; then of the rounds in which all
+    requests decode: seconds, how many, tokens of one request."""
+
+    ttft: float
+    rounds: int
+    steady_seconds: float
+    steady_rounds: int
+    steady_tokens: float
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
@@ -99,29 +112,45 @@ class Bench:
         )  # fmt: skip
         self.llm = LLM(**(arguments | json.loads(args.llm)))
         self.start_s = time.perf_counter() - begin
+        self.num_requests = 0
 
-    def generate(self, batch: int, context: int, tokens: int) -> tuple[float, int]:
-        """Seconds, and verified drafts of all requests."""
-        import torch
+    def generate(self, batch: int, context: int, tokens: int) -> Generation:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         shape = dict(ddtree_shape="chain") if self.args.method == "ddtree-chain" else None
         params = SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, extra_args=shape
-        )
-        prompts = [
-            dict(prompt_token_ids=[random.randrange(10, self.vocab) for _ in range(context)])
-            for _ in range(batch)
-        ]
-        torch.cuda.synchronize()
-        before, begin = self.drafts(), time.perf_counter()
-        self.llm.generate(prompts, params, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin, self.drafts() - before
-
-    def drafts(self) -> int:
-        metrics = self.llm.get_metrics()
-        return sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_drafts")
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, extra_args=shape,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        engine = self.llm.llm_engine
+        prompts = [[random.randrange(10, self.vocab) for _ in range(context)] for _ in range(batch)]
+        made = {}
+        begin = time.perf_counter()
+        for prompt in prompts:
+            request = f"{self.num_requests}"
+            self.num_requests += 1
+            engine.add_request(request, dict(prompt_token_ids=prompt), params)
+            made[request] = 0
+        first = start = end = None
+        rounds = 0
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if not outputs:
+                continue
+            now = time.perf_counter()
+            for output in outputs:
+                made[output.request_id] += len(output.outputs[0].token_ids)
+            rounds += 1
+            if first is None and all(made.values()):
+                first = now - begin
+            # Requests whose prefill came first are ahead of the others, and end before them.
+            if start is None and min(made.values()) >= min(SHORT, tokens):
+                start = end = now, rounds, sum(made.values())
+            elif start is not None and len(outputs) == batch and end[1] == rounds - 1:
+                end = now, rounds, sum(made.values())
+        seconds, steady, total = (b - a for a, b in zip(start, end, strict=True))
+        return Generation(first, rounds, seconds, steady, total / batch)
 
     def requests_that_fit(self, tokens: int = 4096) -> float | None:
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -142,8 +171,7 @@ class Bench:
         # What a start and an end cost is in both.
         for sign, tokens in ((-1, SHORT), (1, SHORT + 16)):
             with torch.profiler.profile(activities=activities) as trace:
-                _, drafts = self.generate(batch, context, tokens)
-            rounds += sign * (drafts / batch if self.args.method != "none" else tokens)
+                rounds += sign * self.generate(batch, context, tokens).rounds
             for event in trace.events():
                 name = event.name
                 if name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")):
@@ -174,24 +202,19 @@ class Bench:
 
     def run(self, batch: int, context: int) -> dict:
         self.generate(batch, context, SHORT)
-        first = sorted(self.generate(batch, context, 1)[0] for _ in range(1 + 2 * self.args.repeat))
-        times = []
-        for _ in range(self.args.repeat):
-            short, short_drafts = self.generate(batch, context, SHORT)
-            long, long_drafts = self.generate(batch, context, LONG)
-            rounds = (long_drafts - short_drafts) / batch if self.args.method != "none" else LONG - SHORT
-            times.append((1e3 * (long - short) / rounds, (LONG - SHORT) / rounds))
-        times.sort()
-        ms, tokens = times[len(times) // 2]
+        runs = [self.generate(batch, context, LONG) for _ in range(self.args.repeat)]
+        times = [1e3 * run.steady_seconds / run.steady_rounds for run in runs]
+        ms = statistics.median(times)
+        tokens = sum(run.steady_tokens for run in runs) / sum(run.steady_rounds for run in runs)
         calls = {}
         if self.args.launches or self.args.profile:
             calls, kernels = self.profile(batch, context)
         if self.args.profile:
             self.write_profile(kernels, f"{self.args.method} {self.args.budget}, batch {batch}, context {context}")
         return dict(
-            ms_per_round=round(ms, 3), spread=round(times[-1][0] - times[0][0], 3),
+            ms_per_round=round(ms, 3), spread=round(max(times) - min(times), 3),
             tokens_per_round=round(tokens, 3), tokens_per_s=round(1e3 * tokens * batch / ms, 1),
-            ttft_ms=round(1e3 * first[self.args.repeat], 1), requests_4k_that_fit=self.requests_that_fit(),
+            ttft_ms=round(1e3 * statistics.median(run.ttft for run in runs), 1), requests_4k_that_fit=self.requests_that_fit(),
             start_s=round(self.start_s, 1),
             **calls,
         )  # fmt: skip

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output on trees, served: the text of no speculation with the same grammar,
+greedy and seeded, beside requests without one, with and without asynchronous scheduling.
+
+Others refuse structured output on trees (https://github.com/tmt-ai-corp/vllm_ddtree), turn
+the tree off for tools (https://github.com/Luce-Org/lucebox) or change what tool calls say
+(https://github.com/vllm-project/vllm/issues/54928)."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+from engine import Engine, Run, assert_same_text, prompts, record
+from test_scheduling import forced_async
+from watch import Watch, watching
+
+BUDGET = 31
+MAX_TOKENS = 48
+SETTINGS = {
+    "max_num_seqs": 8,
+    # Between the spaces that JSON allows, greedy decoding only meets ties.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "about": {"type": "string", "maxLength": 60},
+        "age": {"type": "integer"},
+    },
+    "required": ["name", "about", "age"],
+    "additionalProperties": False,
+}
+# What a forced tool call asks of the grammar: https://docs.vllm.ai/en/latest/features/tool_calling.html
+TOOL_CALL = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"enum": ["get_weather", "get_time"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    },
+}
+WORDS = r"[A-Z][a-z]+( [a-z]+){6,40}\."
+CHOICES = ["the green oak", "the green oaks of the valley", "the old mill by the river"]
+SAMPLED = {"temperature": 1.0, "top_k": 40}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    constraint: dict | None
+    params: dict
+
+    def check(self, text: str) -> None:
+        """The whole text, of a request that the grammar ended."""
+        if self.constraint is None:
+            return
+        ((kind, value),) = self.constraint.items()
+        if kind == "regex":
+            assert re.fullmatch(value, text)
+        elif kind == "choice":
+            assert text in value
+        else:
+            parsed = json.loads(text)
+            assert isinstance(parsed, dict if value is PERSON else list)
+
+
+CONSTRAINTS = {
+    "schema": {"json": PERSON},
+    "tool call": {"json": TOOL_CALL},
+    "regex": {"regex": WORDS},
+    "choice": {"choice": CHOICES},
+    "free": None,
+}
+CASES = [
+    Case(f"{name} {how}", constraint, params)
+    for name, constraint in CONSTRAINTS.items()
+    for how, params in {"greedy": {"temperature": 0.0}, "sampled": SAMPLED}.items()
+]
+
+
+def run_cases(engine: Engine, extra: dict | None = None) -> Run:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = []
+    for case in CASES:
+        grammar = {}
+        if case.constraint is not None:
+            grammar["structured_outputs"] = StructuredOutputsParams(**case.constraint)
+        # The grammar ends the text.
+        params.append(
+            {
+                "max_tokens": MAX_TOKENS,
+                "ignore_eos": False,
+                **case.params,
+                **grammar,
+                **(extra or {}),
+            }
+        )
+    return engine.generate(prompts(len(CASES), first=20), params)
+
+
+@pytest.fixture(scope="module")
+def base() -> Run:
+    with Engine(margins=True, **SETTINGS) as engine:
+        run = run_cases(engine)
+    for case, output in zip(CASES, run.outputs, strict=True):
+        print(case.name, output.finish_reason, repr(output.text))
+        if output.finish_reason == "stop":
+            case.check(output.text)
+    ended = [c.name for c, o in zip(CASES, run.outputs, strict=True) if o.finish_reason == "stop"]
+    assert len(ended) >= 4, "too few grammars ended their text"
+    return run
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def tree(request, base) -> Iterator[Engine]:
+    with forced_async() if request.param == "async" else nullcontext():
+        engine = Engine({"method": "ddtree", "tree_budget": BUDGET}, **SETTINGS)
+        engine.__enter__()
+    try:
+        yield engine
+    finally:
+        engine.__exit__()
+
+
+def served(engine: Engine, extra: dict | None = None) -> tuple[Run, Watch]:
+    with watching(engine) as watch:
+        return run_cases(engine, extra), watch
+
+
+def test_text_is_that_of_no_speculation(base, tree):
+    run, watch = served(tree)
+    near_ties = assert_same_text(base, run, "grammars")
+    assert near_ties <= len(CASES) // 3, "too many to show anything"
+    constrained = [i for i, case in enumerate(CASES) if case.constraint is not None]
+    for i in constrained:
+        assert all(r.num_nodes == r.rows == BUDGET + 1 for r in watch.of(i)[:-1]), CASES[i].name
+        assert not any(r.is_chain for r in watch.of(i)), CASES[i].name
+    # They shared batches with requests that have no grammar.
+    batches = [
+        {r.batch for i in group for r in watch.of(i)}
+        for group in (constrained, [i for i in range(len(CASES)) if i not in constrained])
+    ]
+    assert batches[0] & batches[1]
+    # What was accepted came from beside the first branch too: a chain has nothing there.
+    aside = 0
+    for i in constrained:
+        for r in watch.of(i):
+            node = 0
+            for token in r.sampled[:-1]:
+                node = next(
+                    n for n, p in enumerate(r.parents) if p == node and r.tokens[n] == token
+                )
+            aside += node + 1 != len(r.sampled)
+    assert aside >= 3
+
+
+def test_tokens_per_round(base, tree):
+    """Recorded; no number is asserted but that trees accept more than their first branch."""
+    rounds = {}
+    for shape, extra in {
+        "tree": None,
+        "chain": {"extra_args": {"ddtree_shape": "chain"}},
+    }.items():
+        run, watch = served(tree, extra)
+        assert_same_text(base, run, shape)
+        for case in range(len(CASES)):
+            mine = watch.of(case)
+            if mine:
+                rounds[shape, CASES[case].name] = sum(len(r.sampled) for r in mine) / len(mine)
+        record(
+            what="grammar",
+            shape=shape,
+            budget=BUDGET,
+            asynchronous=type(tree.scheduler).__name__ == "AsyncScheduler",
+            tokens_per_round={n: round(v, 3) for (s, n), v in rounds.items() if s == shape},
+            mean=round(run.tokens_per_round, 3),
+        )
+    names = [case.name for case in CASES if case.constraint is not None]
+    mean = {s: sum(rounds[s, n] for n in names) / len(names) for s in ("tree", "chain")}
+    assert mean["tree"] > mean["chain"]
