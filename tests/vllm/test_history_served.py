@@ -217,4 +217,4 @@ def test_by_the_rows_before_the_text_changes(base, monkeypatch):
         except AssertionError as error:
             assert "differs at token" in str(error)
             changed += 1
-    assert changed >= len(run.outputs) // 2
+    assert changed >= 4
