@@ -95,6 +95,15 @@ REFUSED = {
         ddtree(method="dflash", tree_budget=8, num_speculative_tokens=7),
         "tree_budget needs the speculative method 'ddtree'; set method to 'ddtree'",
     ),
+    "mode without method": (
+        ddtree(method="dflash", verify_mode="coupled", num_speculative_tokens=7),
+        "verify_mode needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "mode unknown": (ddtree(verify_mode="typical"), "Input should be 'match' or 'coupled'"),
+    "mode of other noise": (
+        ddtree(verify_mode="coupled", engine={"use_fp64_gumbel": True}),
+        "anticipates float32 noise, not that of --use-fp64-gumbel; remove --use-fp64-gumbel or set",
+    ),
     "no drafter": (
         ddtree() | {"speculative_config": {"method": "ddtree"}},
         "ddtree needs a drafter; set --speculative-model to a DFlash drafter",
@@ -296,6 +305,9 @@ REFUSED = {
 
 ACCEPTED = {
     "default": (ddtree(), {"tree_budget": 31, "tree_horizon": 15, "num_speculative_tokens": 31}),
+    "match": (ddtree(), {"verify_mode": "match"}),
+    "match with other noise": (ddtree(engine={"use_fp64_gumbel": True}), {"verify_mode": "match"}),
+    "coupled": (ddtree(verify_mode="coupled"), {"verify_mode": "coupled", "tree_budget": 31}),
     "budget 1": (ddtree(tree_budget=1), {"tree_budget": 1, "tree_horizon": 1}),
     "budget 255": (ddtree(tree_budget=255), {"tree_budget": 255, "tree_horizon": 15}),
     "horizon": (ddtree(num_speculative_tokens=4), {"tree_budget": 31, "tree_horizon": 4}),
@@ -363,6 +375,7 @@ OTHERS = {
         "argv": [
             *("--model", "@hybrid", "--spec-method", "ddtree", "--spec-model", "@drafter"),
             *("--spec-tree-budget", "12", "--spec-tokens", "5", "--max-model-len", "512"),
+            *("--spec-verify-mode", "coupled"),
         ],
     },
     "command line, JSON": {
@@ -545,6 +558,7 @@ def test_command_line(results, name):
 def test_command_line_with_vllms_names(results):
     value = results["command line, vLLM's names"]["value"]
     assert (value["method"], value["tree_budget"], value["tree_horizon"]) == ("dflash", 12, 5)
+    assert value["verify_mode"] == "coupled"
 
 
 def test_command_line_twice(results):
