@@ -155,13 +155,14 @@ class Banned(LogitsProcessor):
     """Bans the last `ban` tokens of the output, for requests that ask for it."""
 
     supports_trees = True
+    argument = "ban"
 
     def __init__(self, vllm_config, req_states):
         self.req_states = req_states
         self.ban = torch.zeros(req_states.max_num_reqs, dtype=torch.int32, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        count = (sampling_params.extra_args or {}).get("ban", 0)
+        count = (sampling_params.extra_args or {}).get(self.argument, 0)
         self.ban[req_idx].fill_(count)
         return count > 0
 
@@ -189,6 +190,7 @@ class Banned(LogitsProcessor):
 
 class BannedOnChains(Banned):
     supports_trees = False
+    argument = "ban_on_chain"
 
 
 def device() -> torch.device:
@@ -547,11 +549,11 @@ def test_custom_processors_say_what_they_need(caplog):
     (said,) = [m for m in caplog.messages if "supports_trees" in m]
     assert "Logits processor BannedOnChains does not say" in said
     caps, budgets = state.request_params.candidate_caps, state.request_params.node_budgets
-    for slot, extra_args in enumerate([{"ban": 2}, {}]):
+    for slot, extra_args in enumerate([{"ban_on_chain": 2}, {"ban": 1}]):
         params = SamplingParams(extra_args=extra_args)
         state.request_params.add_request(slot, params, 4)
         sampler.add_request(slot, params)
-    # One that the processor leaves alone has a tree.
+    # One that it leaves alone has a tree.
     assert caps[:2].tolist() == [1, 0]
     assert budgets[:2].tolist() == [DEPTH, NODES - 1]
-    assert sampler.needs_logits_processing[:2].tolist() == [True, False]
+    assert sampler.needs_logits_processing[:2].all()

@@ -49,11 +49,11 @@ class Paths:
         step, input_ids = self._step, self._input_ids
         requests, nodes = step.nodes()
         below_root = step.trees.ancestors[requests, nodes][:, 1:]
-        nodes = nodes[:, None]
+        on_path, nodes = below_root >= 0, nodes[:, None]
         first_rows = torch.arange(step.num_rows, device=input_ids.device)[:, None] - nodes
-        rows = first_rows + torch.where(below_root >= 0, below_root, nodes)
+        rows = first_rows + torch.where(on_path, below_root, nodes)
         tokens = input_ids[rows.clamp(max=step.num_rows - 1)].to(torch.int64)
-        lengths = (below_root >= 0).sum(-1)
+        lengths = on_path.sum(-1)
         # Requests without drafts have one row each.
         rest = len(input_ids) - step.num_rows
         if rest:
