@@ -48,12 +48,17 @@ def cases() -> dict[str, Case]:
         "repetition sampled": Case({**sampled, "repetition_penalty": 1.2}, chain=True),
         "bad words": Case({"bad_words": bad_words()}, chain=True),
         "regex": Case(
-            {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3}(_[a-z]{2,6}[0-9]){9}")},
-            chain=True,
+            {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3}(_[a-z]{2,6}[0-9]){9}")}
         ),
         # Sampled: between the spaces that JSON allows, greedy decoding only meets ties.
-        "schema": Case(
-            {**sampled, "structured_outputs": StructuredOutputsParams(json=SCHEMA)}, chain=True
+        "schema": Case({**sampled, "structured_outputs": StructuredOutputsParams(json=SCHEMA)}),
+        # A chain for the penalty's sake: its grammar follows the chain.
+        "regex and penalty": Case(
+            {
+                "presence_penalty": 1.0,
+                "structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3}(_[a-z]{2,6}){9}"),
+            },
+            chain=True,
         ),
         "allowed": Case({"allowed_token_ids": list(range(200, 420))}),
         "min tokens": Case({"stop_token_ids": sorted(set(prompt())), "min_tokens": 16}),
