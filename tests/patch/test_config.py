@@ -66,6 +66,8 @@ MODELS = {
         "sliding_window": 64,
         "use_sliding_window": True,
     },
+    "mistral": DENSE
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "mistral", "sliding_window": 64},
     "gemma": DENSE | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
 }
 
@@ -230,6 +232,19 @@ REFUSED = {
         engine(mamba_ssm_cache_dtype="bfloat16"),
         "ddtree keeps GDN states in float32, not bfloat16; set --mamba-ssm-cache-dtype float32",
     ),
+    "convolution states": (
+        engine(mamba_cache_dtype="float16"),
+        "ddtree keeps convolution states in the model's dtype or float32, not float16; set "
+        "--mamba-cache-dtype auto",
+    ),
+    "pooling": (
+        ddtree(target="dense", engine={"runner": "pooling"}),
+        "ddtree does not support pooling models; serve a generative model",
+    ),
+    "diffusion": (
+        engine(diffusion_config={"canvas_length": 16}),
+        "ddtree does not support diffusion decoding; remove --diffusion-config",
+    ),
     "sampling mask": (
         engine(return_sampling_mask=True, logprobs_mode="processed_logprobs"),
         "ddtree does not support sampling masks; remove --return-sampling-mask",
@@ -258,6 +273,10 @@ REFUSED = {
         ddtree(target="sliding"),
         "sliding-window or chunked attention (sliding_attention); use a target whose",
     ),
+    "sliding window everywhere": (
+        ddtree(target="mistral"),
+        "ddtree does not support sliding-window or chunked attention; use a target whose",
+    ),
     "attention head dim": (
         ddtree(target="head_dim_96"),
         "the target's attention head dim is 96; use a target with head dim 32, 64, 128, 256",
@@ -282,6 +301,16 @@ REFUSED = {
         ddtree(),
         "ddtree needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER",
         {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    ),
+    "what V2 has not": (
+        ddtree(),
+        "ddtree needs Model Runner V2; remove what it does not support: this, that",
+        {},
+        {
+            "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features": (
+                '?["this", "that"]'
+            )
+        },
     ),
     "no Triton": (
         ddtree(),

@@ -346,11 +346,6 @@ def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
             f"ddtree keeps convolution states in the model's dtype or float32, not {cache.mamba_cache_dtype}",
             "set --mamba-cache-dtype auto",
         )
-    if cache.mamba_cache_mode not in ("none", "align"):
-        _refuse(
-            f"ddtree does not support --mamba-cache-mode {cache.mamba_cache_mode}",
-            "use align or none",
-        )
 
 
 def _verify_gdn_prefill(cfg: "VllmConfig") -> None:
