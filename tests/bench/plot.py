@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of recorded kernel times.
+"""Tables and plots of what was recorded.
 
     python plot.py results/h200/kernels.jsonl
+    python plot.py results/h200/sampling.jsonl
 
-writes kernels.md and one <op>.svg per operation beside the data. Where a measurement was repeated, the last line of
-the file counts. Needs matplotlib.
+The first writes kernels.md and one <op>.svg per operation beside the data, the second sampling.md and sampling.svg.
+Where a measurement was repeated, the last line of the file counts. Needs matplotlib.
 """
 
 import argparse
@@ -22,6 +23,7 @@ AXES = {"nodes": "nodes per request", "requests": "requests", "context": "contex
 COLUMNS = ("us", "spread", "launch_us", "floor_us", "peer_us", "peer_spread")
 OURS, FLOOR = "#1b5e9b", "#8a8a8a"
 OTHERS = ("#c8553d", "#5b8c5a", "#8e6c8a", "#d9a441", "#4f9d9d", "#7a5c3e")
+MODES = ("chain", "chain-probabilistic", "match", "coupled")
 STYLES = ("-", "-.", ":", (0, (1, 1)), (0, (5, 1, 1, 1)))
 # Keys of every line; other words (a variant, say) tell measurements of one operation apart.
 COMMON = {"op", *AXES, "dtype", *COLUMNS, "peer", "gpu", "driver", "commit", "command"}
@@ -176,12 +178,73 @@ def draw(lines: list[dict], path: pathlib.Path) -> bool:
     return True
 
 
+def sampling(path: pathlib.Path) -> None:
+    """Tokens per round by temperature, of lines of serving/sampling.py."""
+    last = {}
+    for line in map(json.loads, filter(None, path.read_text().splitlines())):
+        last[line["model"], line["mode"], line["budget"], line["temperature"]] = line
+    text = ["# Tokens per round"]
+    models = sorted({model for model, *_ in last})
+    figure, plots = pyplot.subplots(
+        1, len(models), figsize=(5.2 * len(models), 3.8), squeeze=False, layout="constrained"
+    )
+    for plot, model in zip(plots[0], models):
+        lines = [line for line in last.values() if line["model"] == model]
+        temperatures = sorted({line["temperature"] for line in lines})
+        series = list(dict.fromkeys((line["mode"], line["budget"]) for line in lines))
+        series.sort(key=lambda key: (key[1], MODES.index(key[0])))
+        budgets = sorted({budget for _, budget in series})
+        text += [
+            f"## {model}",
+            f"Written by `tests/bench/plot.py` from `{path.name}`: {lines[0]['gpu']}, {lines[0]['prompts']} prompts of "
+            f"{lines[0]['tokens']} tokens, {lines[0]['batch']} in flight; 95 % intervals by bootstrap over prompts.",
+        ]
+        rows = [["mode", "budget", *(f"T = {temperature:g}" for temperature in temperatures)]]
+        rows.append(["---", "--:", *["--:"] * len(temperatures)])
+        for mode, budget in series:
+            own = [last.get((model, mode, budget, temperature)) for temperature in temperatures]
+            rows.append([mode, str(budget)])
+            rows[-1] += [
+                f"{line['tokens_per_round']:.2f} ({line['ci95'][0]:.2f} to {line['ci95'][1]:.2f})"
+                if line
+                else ""
+                for line in own
+            ]
+            points = [line for line in own if line]
+            x, y = ([line[key] for line in points] for key in ("temperature", "tokens_per_round"))
+            errors = [
+                [line["tokens_per_round"] - line["ci95"][0] for line in points],
+                [line["ci95"][1] - line["tokens_per_round"] for line in points],
+            ]
+            plot.errorbar(
+                x, y, errors, label=f"{mode}, {budget}", marker="o", markersize=3.5, capsize=2,
+                color=(OURS, *OTHERS)[MODES.index(mode)], linestyle=STYLES[budgets.index(budget) % len(STYLES)],
+            )  # fmt: skip
+        text.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        plot.set_title(model, fontsize=9)
+        plot.set_xticks(temperatures)
+        plot.set_xlabel("temperature")
+        plot.set_ylim(bottom=1)
+        plot.grid(alpha=0.25, linewidth=0.5)
+        plot.legend(fontsize=8, frameon=False)
+        for side in ("top", "right"):
+            plot.spines[side].set_visible(False)
+    plots[0][0].set_ylabel("tokens per round")
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    pyplot.close(figure)
+    text.insert(1, f"![tokens per round]({path.stem}.svg)")
+    path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("data", type=pathlib.Path)
     args = parser.parse_args()
     # the same data give the same file, and text stays text
     matplotlib.rcParams.update({"svg.hashsalt": "ddtree", "svg.fonttype": "none"})
+    if args.data.stem == "sampling":
+        sampling(args.data)
+        return
     lines = read(args.data)
     gpus = sorted({f"{line['gpu']}, driver {line['driver']}" for line in lines})
     text = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import abi
 import pytest
+import test_tree_accept as accept
 import torch
 from abi import TreeShape
 
@@ -21,7 +22,7 @@ CHUNK = 4096
 # Words between two fields of an output, and around them all.
 GUARD = 64
 # What neighbours in the enumeration must be apart by, so that fixed point cannot swap them.
-GAP = 2e-5
+GAP = 5e-5
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Case:
     max_candidates: int = 0
     # int32 or int64; the shape is that of all trees then
     tree_index: torch.Tensor | None = None
+    temperatures: list[float] | None = None
+    seeds: list[int] | None = None
 
 
 class Output:
@@ -141,6 +144,12 @@ class Call:
             scales = torch.tensor(case.depth_scales, dtype=torch.float32, device=device)
             self.keep.append(scales)
             params.depth_scales = abi.f32_pointer(scales)
+        if case.temperatures is not None:
+            temperatures = torch.tensor(case.temperatures, dtype=torch.float32, device=device)
+            seeds = torch.tensor(case.seeds, dtype=torch.int64, device=device)
+            self.keep += [temperatures, seeds]
+            params.temperatures = abi.f32_pointer(temperatures)
+            params.seeds = abi.i64_pointer(seeds)
         params.max_candidates = case.max_candidates
         if case.tree_index is not None:
             self.keep.append(move(case.tree_index, device))
@@ -210,6 +219,16 @@ def drafter_logits(
     return logits.to(dtype)
 
 
+def sampling(rng: random.Random, requests: int) -> dict[str, Any]:
+    """Requests that are sampled, and some that are not."""
+    return dict(
+        temperatures=[
+            rng.choice([0.0, 0.01, 0.3, 0.6, 1.0, 1.0, 1.5, 30.0]) for _ in range(requests)
+        ],
+        seeds=[rng.getrandbits(64) - 2**63 for _ in range(requests)],
+    )
+
+
 def arguments(
     rng: random.Random,
     shape: TreeShape,
@@ -244,6 +263,7 @@ def arguments(
         ),
         depth_scales=maybe(lambda: [rng.choice([1.0, 0.37, 2.5, 1e-3]) for _ in range(depths)]),
         max_candidates=0 if lattice else rng.choice([0, 0, 0, 1, 2, 7, 40, 300]),
+        **(sampling(rng, requests) if rng.random() < 0.4 else {}),
     )
 
 
@@ -592,7 +612,7 @@ def is_separated(nodes: list[tuple[tuple[int, ...], float]]) -> bool:
     return all(a[1] - b[1] > GAP for a, b in itertools.pairwise(nodes))
 
 
-def check_enumeration(rng: random.Random, lattice: bool) -> bool:
+def check_enumeration(rng: random.Random, lattice: bool, sampled: bool) -> bool:
     """One random small tree; False if two scores were too close to tell."""
     depths, width = rng.randint(1, 4), rng.randint(1, 6)
     budget = rng.choice([1, 3, 10, 30])
@@ -611,6 +631,12 @@ def check_enumeration(rng: random.Random, lattice: bool) -> bool:
     total = scores[0, :, None].double().repeat(1, width, 1)
     if pairs:
         total = (scores[0, :, None] + transitions[0]).double()
+    root = rng.randrange(1000), rng.randrange(10**6)
+    temperature, seed = rng.choice([0.3, 0.7, 1.0, 1.5]), rng.getrandbits(64) - 2**63
+    if sampled:
+        noise = [accept.noise(seed, root[1] + depth, 1000) for depth in range(depths)]
+        noise = torch.stack([row[names] for row, names in zip(noise, tokens)])
+        total = total / temperature + noise[:, None]
     total = total * torch.tensor(scale).double()[:, None, None]
     total = torch.where(total.isfinite(), total, -math.inf)
     absent = torch.tensor(tokens)[:, None].expand_as(total) < 0
@@ -628,10 +654,10 @@ def check_enumeration(rng: random.Random, lattice: bool) -> bool:
     )
     if not is_separated(nodes):
         return False
-    root = rng.randrange(1000), rng.randrange(10**6)
     case = Case(
         shape, [root[0]], [root[1]], depth_scales=scale, candidate_caps=[cap], depth_caps=[depth_cap],
         stop_min_depths=[stop_min_depth], stop_tokens=[list(stops)],
+        temperatures=[temperature] if sampled else None, seeds=[seed] if sampled else None,
     )  # fmt: skip
     if lattice:
         case.tokens = torch.tensor([tokens], dtype=torch.int32)
@@ -643,9 +669,10 @@ def check_enumeration(rng: random.Random, lattice: bool) -> bool:
     return True
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lattice", [False, True], ids=["logits", "lattice"])
-def test_enumeration_of_all_prefixes(rng: random.Random, lattice: bool) -> None:
-    checked = sum(check_enumeration(rng, lattice) for _ in range(150))
+def test_enumeration_of_all_prefixes(rng: random.Random, lattice: bool, sampled: bool) -> None:
+    checked = sum(check_enumeration(rng, lattice, sampled) for _ in range(150))
     assert checked > 100
 
 
@@ -662,6 +689,82 @@ def test_log_probabilities_of_a_large_vocabulary(rng: random.Random) -> None:
     case = plain(logits, 41, candidate_caps=[12])
     want = [path for path, _ in nodes[:40]]
     assert_tree(build(case, DEVICE), 0, want, columns.tolist(), (0, 7))
+
+
+# ---- with the target's noise
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_noise(rng: random.Random, dtype: torch.dtype, kind: str) -> None:
+    for vocab in (1, 63, 4096, 9001):
+        case = make(rng, 5, rng.choice([1, 7, 15]), vocab, dtype, kind, rng.choice([16, 64, 256]))
+        check(replace(case, **sampling(rng, 5)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_noise_over_a_large_vocabulary(rng: random.Random, dtype: torch.dtype) -> None:
+    logits = drafter_logits(rng, 4, 15, 248320, dtype)
+    for max_nodes in (16, 64, 256):
+        noise = dict(temperatures=[0.0, 0.6, 1.0, 1.5], seeds=[5, -7, 2**62, 0])
+        check(plain(logits, max_nodes, **noise))
+
+
+def test_noise_alone(rng: random.Random) -> None:
+    """Equal logits, and logits that a temperature makes large or infinite."""
+    for value, temperature in ((0.0, 1.0), (-1e4, 0.3), (6e4, 0.01), (1e-7, 40.0), (3e38, 0.1)):
+        logits = torch.full((2, 2, 20011), value)
+        logits[0, 1, torch.randint(0, 20011, (500,))] = -math.inf
+        check(plain(logits, 256, temperatures=[temperature] * 2, seeds=[1, -1]))
+
+
+def test_noise_that_nothing_survives(rng: random.Random) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        logits = torch.randn(3, 4, 5000)
+        logits[1, rng.randrange(4)] = value
+        logits[2, :, torch.randint(0, 5000, (300,))] = value
+        check(plain(logits, 64, temperatures=[0.7] * 3, seeds=[1, 2, 3]))
+
+
+def test_temperature_zero_is_no_noise(rng: random.Random) -> None:
+    for case in (make(rng, 5, 7, 9000), make_lattice(rng, 5, 7, 8, True)):
+        case = replace(case, temperatures=None, seeds=None)
+        greedy = replace(case, temperatures=[0.0, -0.0, 0.0, 0.0, 0.0], seeds=[7] * 5)
+        build(greedy, DEVICE).assert_same(build(case, DEVICE))
+
+
+def test_temperatures_that_cannot_be(rng: random.Random) -> None:
+    for bad in (-1.0, math.nan, -math.inf):
+        logits = drafter_logits(rng, 3, 5, 700, torch.float32)
+        never = logits.clone()
+        never[1] = math.nan
+        noise = dict(temperatures=[0.0, bad, 0.0], seeds=[1] * 3)
+        out = build(plain(logits, 64, **noise), DEVICE)
+        out.assert_same(build(plain(never, 64), "cpu"))
+
+
+@pytest.mark.parametrize("vocab", [1000, 248320])
+def test_the_spine_is_what_the_target_samples(rng: random.Random, vocab: int) -> None:
+    """A drafter that knows the target's logits: tree_accept takes the whole chain."""
+    depths, requests = 7, 4
+    logits = (torch.randn(requests, depths, vocab) * 3).bfloat16()
+    temperatures, seeds = [0.3, 0.6, 1.0, 1.5], [rng.getrandbits(64) - 2**63 for _ in range(4)]
+    case = plain(
+        logits, depths + 1, candidate_caps=[1] * requests, temperatures=temperatures, seeds=seeds
+    )
+    tokens = build(case, DEVICE).fields()["tokens"]
+    batch = abi.tree_batch(
+        [list(range(-1, depths))] * requests, depths + 1, depths, "cpu",
+        lambda r, node: int(tokens[r, node]), lambda _: case.root_positions[0],
+    )  # fmt: skip
+    rows = torch.cat([logits, logits[:, :1]], dim=1).float()
+    rows = (rows / torch.tensor(temperatures)[:, None, None]).view(-1, vocab)
+    query_start = list(range(0, len(rows) + 1, depths + 1))
+    walk = accept.Case(batch, query_start, rows, [], temperatures=temperatures, seeds=seeds)
+    accepted = accept.outputs(walk, DEVICE)["num_accepted"]
+    # a near tie may end a walk: the noises' logarithms differ in their last bits
+    assert sum(accepted) >= depths * requests - depths, accepted
+    assert accepted.count(depths) >= requests - 1, accepted
 
 
 # ---- from a lattice
@@ -1025,7 +1128,8 @@ def test_mistakes_get_the_same_answer_on_both_devices(rng: random.Random) -> Non
         assign("root_positions", null), assign("max_stop_tokens", -1), assign("max_candidates", -1),
         assign("tree.num_nodes", null), assign("tree.max_nodes", 0), assign("tree.max_nodes", 257),
         assign("tree.max_depth", 33), assign("tree.max_depth", -1), assign("tree.num_reqs", -1),
-        assign("tree.struct_size", 4), assign("seeds", lib.ffi.cast("uint64_t *", 64)), misalign("root_positions"),
+        assign("tree.struct_size", 4), assign("seeds", lib.ffi.cast("int64_t *", 64)), misalign("root_positions"),
+        assign("temperatures", lib.ffi.cast("float *", 64)),
         misalign("tree.tokens"), misalign("tree.positions"), misalign("tree.ancestor_bits"), misalign("root_tokens"),
     ]  # fmt: skip
     of_logits = [

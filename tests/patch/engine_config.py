@@ -57,6 +57,7 @@ def summary(config):
         "method": spec.method,
         "tree_budget": getattr(spec, "tree_budget", None),
         "tree_horizon": getattr(spec, "tree_horizon", None),
+        "verify_mode": getattr(spec, "verify_mode", None),
         "num_speculative_tokens": spec.num_speculative_tokens,
         "lookahead": config.num_lookahead_tokens,
         "draft_slots": spec.max_num_new_slots_for_drafting,

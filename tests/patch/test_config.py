@@ -66,6 +66,8 @@ MODELS = {
         "sliding_window": 64,
         "use_sliding_window": True,
     },
+    "mistral": DENSE
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "mistral", "sliding_window": 64},
     "gemma": DENSE | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
 }
 
@@ -94,6 +96,15 @@ REFUSED = {
     "budget for a chain": (
         ddtree(method="dflash", tree_budget=8, num_speculative_tokens=7),
         "tree_budget needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "mode without method": (
+        ddtree(method="dflash", verify_mode="coupled", num_speculative_tokens=7),
+        "verify_mode needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "mode unknown": (ddtree(verify_mode="typical"), "Input should be 'match' or 'coupled'"),
+    "mode of other noise": (
+        ddtree(verify_mode="coupled", engine={"use_fp64_gumbel": True}),
+        "anticipates float32 noise, not that of --use-fp64-gumbel; remove --use-fp64-gumbel or set",
     ),
     "no drafter": (
         ddtree() | {"speculative_config": {"method": "ddtree"}},
@@ -221,6 +232,19 @@ REFUSED = {
         engine(mamba_ssm_cache_dtype="bfloat16"),
         "ddtree keeps GDN states in float32, not bfloat16; set --mamba-ssm-cache-dtype float32",
     ),
+    "convolution states": (
+        engine(mamba_cache_dtype="float16"),
+        "ddtree keeps convolution states in the model's dtype or float32, not float16; set "
+        "--mamba-cache-dtype auto",
+    ),
+    "pooling": (
+        ddtree(target="dense", engine={"runner": "pooling"}),
+        "ddtree does not support pooling models; serve a generative model",
+    ),
+    "diffusion": (
+        engine(diffusion_config={"canvas_length": 16}),
+        "ddtree does not support diffusion decoding; remove --diffusion-config",
+    ),
     "sampling mask": (
         engine(return_sampling_mask=True, logprobs_mode="processed_logprobs"),
         "ddtree does not support sampling masks; remove --return-sampling-mask",
@@ -249,6 +273,10 @@ REFUSED = {
         ddtree(target="sliding"),
         "sliding-window or chunked attention (sliding_attention); use a target whose",
     ),
+    "sliding window everywhere": (
+        ddtree(target="mistral"),
+        "ddtree does not support sliding-window or chunked attention; use a target whose",
+    ),
     "attention head dim": (
         ddtree(target="head_dim_96"),
         "the target's attention head dim is 96; use a target with head dim 32, 64, 128, 256",
@@ -274,6 +302,16 @@ REFUSED = {
         "ddtree needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER",
         {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     ),
+    "what V2 has not": (
+        ddtree(),
+        "ddtree needs Model Runner V2; remove what it does not support: this, that",
+        {},
+        {
+            "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features": (
+                '?["this", "that"]'
+            )
+        },
+    ),
     "no Triton": (
         ddtree(),
         "ddtree needs Model Runner V2, which needs Triton; install triton",
@@ -296,6 +334,9 @@ REFUSED = {
 
 ACCEPTED = {
     "default": (ddtree(), {"tree_budget": 31, "tree_horizon": 15, "num_speculative_tokens": 31}),
+    "match": (ddtree(), {"verify_mode": "match"}),
+    "match with other noise": (ddtree(engine={"use_fp64_gumbel": True}), {"verify_mode": "match"}),
+    "coupled": (ddtree(verify_mode="coupled"), {"verify_mode": "coupled", "tree_budget": 31}),
     "budget 1": (ddtree(tree_budget=1), {"tree_budget": 1, "tree_horizon": 1}),
     "budget 255": (ddtree(tree_budget=255), {"tree_budget": 255, "tree_horizon": 15}),
     "horizon": (ddtree(num_speculative_tokens=4), {"tree_budget": 31, "tree_horizon": 4}),
@@ -363,6 +404,7 @@ OTHERS = {
         "argv": [
             *("--model", "@hybrid", "--spec-method", "ddtree", "--spec-model", "@drafter"),
             *("--spec-tree-budget", "12", "--spec-tokens", "5", "--max-model-len", "512"),
+            *("--spec-verify-mode", "coupled"),
         ],
     },
     "command line, JSON": {
@@ -545,6 +587,7 @@ def test_command_line(results, name):
 def test_command_line_with_vllms_names(results):
     value = results["command line, vLLM's names"]["value"]
     assert (value["method"], value["tree_budget"], value["tree_horizon"]) == ("dflash", 12, 5)
+    assert value["verify_mode"] == "coupled"
 
 
 def test_command_line_twice(results):

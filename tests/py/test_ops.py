@@ -89,6 +89,18 @@ def test_candidate_cap_of_one_is_the_greedy_chain():
     assert trees.tokens[0, 1 : HORIZON + 1].tolist() == args[0][0].argmax(-1).tolist()
 
 
+def test_noise_is_for_requests_that_are_sampled():
+    torch.manual_seed(4)
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    args = build_args(trees.storage, caps=(1, 1))
+    noise = {"temperatures": torch.tensor([0.0, 1.0]), "seeds": torch.tensor([5, -5])}
+    torch.library.opcheck(torch.ops.ddtree.tree_build.default, args, noise)
+    torch.ops.ddtree.tree_build(*args, **noise)
+    best = args[0].argmax(-1)
+    assert trees.tokens[0, 1 : HORIZON + 1].tolist() == best[0].tolist()
+    assert trees.tokens[1, 1 : HORIZON + 1].tolist() != best[1].tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_sees_ancestors_and_context(dtype):
     trees = built()

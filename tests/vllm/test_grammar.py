@@ -11,19 +11,15 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
-from engine import Engine, Run, assert_same_text, prompts, record
+from engine import FULL, Engine, Run, assert_same_text, on_gpu, prompts, record
 from test_scheduling import forced_async
 from watch import Watch, watching
 
 BUDGET = 31
 MAX_TOKENS = 48
-SETTINGS = {
-    "max_num_seqs": 8,
-    # Between the spaces that JSON allows, greedy decoding only meets ties.
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-}
 PERSON = {
     "type": "object",
     "properties": {
@@ -57,6 +53,12 @@ TOOL_CALL = {
 WORDS = r"[A-Z][a-z]+( [a-z]+){6,40}\."
 CHOICES = ["the green oak", "the green oaks of the valley", "the old mill by the river"]
 SAMPLED = {"temperature": 1.0, "top_k": 40}
+
+
+def settings(backend: str) -> dict:
+    # Between the spaces that JSON allows, greedy decoding only meets ties.
+    disable = {} if backend == "outlines" else {"disable_any_whitespace": True}
+    return {"max_num_seqs": 8, "structured_outputs_config": {"backend": backend, **disable}}
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ def run_cases(engine: Engine, extra: dict | None = None) -> Run:
     return engine.generate(prompts(len(CASES), first=20), params)
 
 
-@pytest.fixture(scope="module")
-def base() -> Run:
-    with Engine(margins=True, **SETTINGS) as engine:
+@cache
+def base(backend: str) -> Run:
+    with Engine(margins=True, **settings(backend)) as engine:
         run = run_cases(engine)
     for case, output in zip(CASES, run.outputs, strict=True):
         print(case.name, output.finish_reason, repr(output.text))
@@ -127,25 +129,45 @@ def base() -> Run:
     return run
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def tree(request, base) -> Iterator[Engine]:
-    with forced_async() if request.param == "async" else nullcontext():
-        engine = Engine({"method": "ddtree", "tree_budget": BUDGET}, **SETTINGS)
-        engine.__enter__()
+CONFIGS = [("xgrammar", False), ("xgrammar", True)]
+if FULL:
+    CONFIGS += [("guidance", True), ("outlines", True)]
+
+
+class Served:
+    def __init__(self, backend: str, is_async: bool) -> None:
+        self.base = base(backend)
+        config = {"async_scheduling": is_async} if on_gpu() else {}
+        with forced_async() if is_async else nullcontext():
+            self.engine = Engine(
+                {"method": "ddtree", "tree_budget": BUDGET}, **settings(backend), **config
+            )
+            self.engine.__enter__()
+        self.about = {
+            "backend": backend,
+            "asynchronous": type(self.engine.scheduler).__name__ == "AsyncScheduler",
+        }
+        assert self.about["asynchronous"] == is_async
+
+    def run(self, extra: dict | None = None) -> tuple[Run, Watch]:
+        with watching(self.engine) as watch:
+            return run_cases(self.engine, extra), watch
+
+
+@pytest.fixture(
+    scope="module", params=CONFIGS, ids=lambda c: f"{c[0]}-{'async' if c[1] else 'sync'}"
+)
+def served(request) -> Iterator[Served]:
+    tree = Served(*request.param)
     try:
-        yield engine
+        yield tree
     finally:
-        engine.__exit__()
+        tree.engine.__exit__()
 
 
-def served(engine: Engine, extra: dict | None = None) -> tuple[Run, Watch]:
-    with watching(engine) as watch:
-        return run_cases(engine, extra), watch
-
-
-def test_text_is_that_of_no_speculation(base, tree):
-    run, watch = served(tree)
-    near_ties = assert_same_text(base, run, "grammars")
+def test_text_is_that_of_no_speculation(served):
+    run, watch = served.run()
+    near_ties = assert_same_text(served.base, run, "grammars")
     assert near_ties <= len(CASES) // 3, "too many to show anything"
     constrained = [i for i, case in enumerate(CASES) if case.constraint is not None]
     for i in constrained:
@@ -170,27 +192,48 @@ def test_text_is_that_of_no_speculation(base, tree):
     assert aside >= 3
 
 
-def test_tokens_per_round(base, tree):
-    """Recorded; no number is asserted but that trees accept more than their first branch."""
-    rounds = {}
-    for shape, extra in {
-        "tree": None,
-        "chain": {"extra_args": {"ddtree_shape": "chain"}},
-    }.items():
-        run, watch = served(tree, extra)
-        assert_same_text(base, run, shape)
-        for case in range(len(CASES)):
-            mine = watch.of(case)
-            if mine:
-                rounds[shape, CASES[case].name] = sum(len(r.sampled) for r in mine) / len(mine)
+@pytest.mark.skipif(not FULL, reason="full tier")
+def test_tokens_per_round(served):
+    """Recorded. A tree holds the chain that it is compared with."""
+    means = {}
+    for shape, extra in (("tree", None), ("chain", {"extra_args": {"ddtree_shape": "chain"}})):
+        run, watch = served.run(extra)
+        assert_same_text(served.base, run, shape)
+        rounds = {case.name: watch.of(i) for i, case in enumerate(CASES)}
+        per_round = {
+            name: round(sum(len(r.sampled) for r in mine) / len(mine), 3)
+            for name, mine in rounds.items()
+        }
+        constrained = [r for c in CASES if c.constraint for r in rounds[c.name]]
+        means[shape] = sum(len(r.sampled) for r in constrained) / len(constrained)
         record(
             what="grammar",
             shape=shape,
-            budget=BUDGET,
-            asynchronous=type(tree.scheduler).__name__ == "AsyncScheduler",
-            tokens_per_round={n: round(v, 3) for (s, n), v in rounds.items() if s == shape},
-            mean=round(run.tokens_per_round, 3),
+            budget=BUDGET if shape == "tree" else 15,
+            **served.about,
+            rounds=len(constrained),
+            tokens_per_round=round(means[shape], 3),
+            by_case=per_round,
         )
-    names = [case.name for case in CASES if case.constraint is not None]
-    mean = {s: sum(rounds[s, n] for n in names) / len(names) for s in ("tree", "chain")}
-    assert mean["tree"] > mean["chain"]
+    assert means["tree"] > means["chain"]
+
+
+def test_masks_in_list_order_change_the_text(monkeypatch):
+    """The negative control: every node taken for the child of the one before it."""
+    from vllm_ddtree import grammar
+
+    fill = grammar.fill_rows
+
+    def as_a_chain(manager, request, nodes, first_row):
+        chain = [
+            depth << grammar.DEPTH_SHIFT | node & grammar.TOKEN_MASK if node > 0 else node
+            for depth, node in enumerate(nodes, 1)
+        ]
+        fill(manager, request, chain, first_row)
+
+    want = base("xgrammar")
+    monkeypatch.setattr(grammar, "fill_rows", as_a_chain)
+    with Engine({"method": "ddtree", "tree_budget": BUDGET}, **settings("xgrammar")) as tree:
+        run = run_cases(tree)
+    with pytest.raises(AssertionError):
+        assert_same_text(want, run, "masks in list order")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the grammar bitmask for a tree of drafts, against a fresh grammar per
-node that replays the tokens from the root to it. No engine."""
+"""The rows of the grammar bitmask for a tree of drafts, against vLLM's own rows without
+speculation: a fresh request per node takes the tokens from the root to it, one step each.
+No engine."""
 
 import json
 import random
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine import TARGET
+from vllm_ddtree.compat import is_0_32
 
 BUDGET, DEPTH = 40, 9
 SCHEMA = {
@@ -101,24 +103,25 @@ class Request:
 
     use_structured_output = True
 
-    def __init__(self, grammar, prompt=(), output=(), reasoning_ended=None) -> None:
+    def __init__(self, grammar) -> None:
         self.request_id = "r"
-        self.prompt_token_ids = list(prompt)
-        self.all_token_ids = [*prompt, *output]
+        self.prompt_token_ids = [300, 301]
+        self.all_token_ids = [300, 301]
         self.structured_output_request = SimpleNamespace(
             grammar=grammar,
-            reasoning_ended=reasoning_ended,
+            reasoning_ended=None,
             reasoner=None,
             reasoning_parser_kwargs=None,
             masked_reasoning_end_ids=None,
         )
 
 
-def manager_of(backend: str, cls=None):
+def manager_of(backend: str, cls=None, reasoner=None):
     from vllm_ddtree.grammar import TreeStructuredOutputManager
 
     manager = (cls or TreeStructuredOutputManager)(vllm_config())
     manager.backend = backend_of(backend)
+    manager.reasoner_cls, manager.tokenizer = reasoner, tokenizer()
     return manager
 
 
@@ -150,10 +153,6 @@ class Tree:
         return [d << DEPTH_SHIFT | t for d, t in zip(self.depths, self.tokens, strict=True)]
 
 
-def empty_bitmask(backend: str, rows: int) -> torch.Tensor:
-    return backend_of(backend).allocate_token_bitmask(rows)
-
-
 def allowed(row: np.ndarray, token: int) -> bool:
     return bool((int(np.uint32(row[token >> 5])) >> (token & 31)) & 1)
 
@@ -163,38 +162,38 @@ def allowed_tokens(row: np.ndarray) -> list[int]:
     return np.nonzero(bits[: len(tokenizer())])[0].tolist()
 
 
-def row_after(backend: str, spec: str, committed: list[int], path: list[int]):
-    """(the row, whether a walk can be there), by a grammar of its own."""
-    grammar, reached = fresh_grammar(backend, spec), True
-    mask = empty_bitmask(backend, 1)
-    for token in committed:
-        assert grammar.accept_tokens("brute force", [token])
+def row_after(backend: str, spec: str, committed: list[int], path: list[int], reasoner=None):
+    """The row that no speculation has after `path`, None where it cannot come to be there."""
+    from vllm.v1.structured_output import StructuredOutputManager
 
-    def row():
-        if grammar.is_terminated():
-            return np.full_like(mask[0].numpy(), -1)
-        grammar.fill_bitmask(mask, 0)
-        return mask[0].numpy().copy()
+    manager = manager_of(backend, StructuredOutputManager, reasoner)
+    request = Request(fresh_grammar(backend, spec))
 
-    for token in path:
+    def row() -> np.ndarray:
+        return manager.grammar_bitmask({"r": request}, ["r"], {})[0]
+
+    for i, token in enumerate([*committed, *path]):
         if not allowed(row(), token):
-            return None, False
-        if not grammar.is_terminated():
-            assert grammar.accept_tokens("brute force", [token])
-    return row(), reached
+            assert i >= len(committed)
+            return None
+        request.all_token_ids.append(token)
+        assert manager.accept_tokens(request, [token])
+    return row().copy()
 
 
-def grow(backend: str, spec: str, committed: list[int], rng: random.Random, count: int) -> Tree:
-    """Half of the children at random, half of what the grammar allows, the end of text and
+def grow(rng: random.Random, count: int, *where) -> Tree:
+    """Some of the children at random, more of what the grammar allows, the end of text and
     what comes behind it included."""
     tokens, depths, vocabulary = [], [], len(tokenizer())
     eos = tokenizer().eos_token_id
 
     def visit(path: list[int]) -> None:
-        row, reached = row_after(backend, spec, committed, path)
-        choices = allowed_tokens(row) if reached else []
+        backend, spec, committed, *reasoner = where
+        row = row_after(backend, spec, committed, path, *reasoner)
+        choices = allowed_tokens(row) if row is not None else []
         children = set()
-        for _ in range(rng.choice((1, 2, 2, 3))):
+        # Little below what is forbidden, or most of the tree would be there.
+        for _ in range(rng.choice((1, 2, 2, 3) if choices else (0, 1))):
             pick = rng.random()
             if choices and pick < 0.75:
                 children.add(eos if eos in choices and pick < 0.3 else rng.choice(choices))
@@ -219,40 +218,207 @@ def some_output(backend: str, spec: str, rng: random.Random) -> list[int]:
     return tokens[: rng.choice((0, len(tokens), rng.randrange(len(tokens) + 1)))]
 
 
-def compare(backend: str, spec: str, committed: list[int], tree: Tree, rows: np.ndarray) -> dict:
-    """Rows that a walk can reach equal those of brute force; nothing else can be entered."""
-    seen = {"reached": 0, "forbidden": 0, "ended": 0}
+def compare(where: tuple, tree: Tree, rows: np.ndarray) -> dict[str, int]:
+    """Rows that a walk can reach are those of no speculation; it can reach no others."""
+    seen = {"reached": 0, "forbidden": 0, "free": 0}
     parents = [0, *tree.parents()]
-    reachable = []
+    reachable: list[bool] = []
     for row, path in enumerate(tree.paths()):
-        want, reached = row_after(backend, spec, committed, path)
-        reachable.append(reached)
-        if reached:
+        backend, spec, committed, *reasoner = where
+        want = row_after(backend, spec, committed, path, *reasoner)
+        reachable.append(want is not None)
+        if want is not None:
             assert (rows[row] == want).all(), f"row {row} of {tree}"
             seen["reached"] += 1
-            seen["ended"] += bool((want == -1).all())
+            # Behind the grammar's end, or before that of reasoning.
+            seen["free"] += bool((want == -1).all())
         elif reachable[parents[row]]:
             assert not allowed(rows[parents[row]], path[-1]), f"row {row} of {tree}"
             seen["forbidden"] += 1
     return seen
 
 
+def request_at(manager, backend: str, spec: str, committed: list[int]) -> Request:
+    request = Request(fresh_grammar(backend, spec))
+    for token in committed:
+        request.all_token_ids.append(token)
+        assert manager.accept_tokens(request, [token])
+    return request
+
+
+def rows_of(manager, request: Request, drafts: list[int]) -> np.ndarray:
+    return manager.grammar_bitmask({"r": request}, ["r"], {"r": drafts})
+
+
 @pytest.mark.parametrize(("backend", "spec"), CASES)
-def test_rows_are_those_of_each_path_alone(backend, spec):
+def test_rows_are_those_of_no_speculation(backend, spec):
     rng = random.Random(f"{backend} {spec}")
-    seen = {"reached": 0, "forbidden": 0, "ended": 0}
+    seen = {"reached": 0, "forbidden": 0, "free": 0}
     for _ in range(16):
-        committed = some_output(backend, spec, rng)
-        tree = grow(backend, spec, committed, rng, rng.randrange(BUDGET // 2, BUDGET + 1))
-        grammar = fresh_grammar(backend, spec)
-        for token in committed:
-            assert grammar.accept_tokens("committed", [token])
+        where = backend, spec, some_output(backend, spec, rng)
+        tree = grow(rng, rng.randrange(BUDGET // 2, BUDGET + 1), *where)
         manager = manager_of(backend)
-        request = Request(grammar, output=committed)
+        request = request_at(manager, *where)
         # Twice: the grammar must be left as it was.
         for _ in range(2):
-            rows = manager.grammar_bitmask({"r": request}, ["r"], {"r": tree.packed()})
-            found = compare(backend, spec, committed, tree, rows)
+            found = compare(where, tree, rows_of(manager, request, tree.packed()))
         seen = {name: seen[name] + found[name] for name in seen}
     assert all(seen.values()), seen
     assert seen["reached"] > 60
+
+
+def random_tree(seed: int, backend: str = "xgrammar", spec: str = "regex"):
+    rng = random.Random(seed)
+    where = backend, spec, some_output(backend, spec, rng)
+    manager = manager_of(backend)
+    return where, grow(rng, BUDGET, *where), manager, request_at(manager, *where)
+
+
+def test_masks_in_list_order_are_wrong():
+    """The negative control: vLLM's own rows for the same nodes, and ours for depths that
+    make them a chain."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    wrong = 0
+    for seed in range(8):
+        where, tree, manager, request = random_tree(seed, spec="schema")
+        compare(where, tree, rows_of(manager, request, tree.packed()))
+        stock = manager_of(where[0], StructuredOutputManager)
+        chain = Tree(tree.tokens, list(range(1, len(tree.tokens) + 1)))
+        for rows in (
+            rows_of(stock, request_at(stock, *where), tree.tokens),
+            rows_of(manager, request, chain.packed()),
+        ):
+            try:
+                compare(where, tree, rows)
+            except AssertionError:
+                wrong += 1
+    # Of 16. Where only one text is allowed, any order gives the same masks.
+    assert wrong >= 4
+
+
+def test_a_tree_that_the_scheduler_cut_is_a_tree():
+    where, tree, manager, request = random_tree(7)
+    whole = rows_of(manager, request, tree.packed()).copy()
+    for count in range(1, len(tree.tokens)):
+        rows = rows_of(manager, request, tree.packed()[:count])
+        assert (rows[: count + 1] == whole[: count + 1]).all()
+
+
+@pytest.mark.parametrize("filler", [0, -1], ids=["idle", "placeholder"])
+def test_rows_that_are_no_nodes_allow_everything(filler):
+    """Idle rows of a smaller tree, and what the scheduler puts where it has no drafts."""
+    where, tree, manager, request = random_tree(8)
+    count = len(tree.tokens) // 2
+    whole = rows_of(manager, request, tree.packed()).copy()
+    rows = rows_of(manager, request, tree.packed()[:count] + [filler] * 5)
+    assert (rows[: count + 1] == whole[: count + 1]).all()
+    assert (rows[count + 1 : count + 6] == -1).all()
+    assert (rows_of(manager, request, [-1] * 9)[0] == whole[0]).all()
+
+
+def test_requests_keep_their_own_rows():
+    """Trees of several sizes, one request without drafts, in one batch."""
+    cases = [
+        random_tree(seed, spec=spec) for seed, spec in enumerate(("regex", "choice", "schema"))
+    ]
+    manager = manager_of("xgrammar")
+    requests = {str(i): case[3] for i, case in enumerate(cases)}
+    drafts = {"0": cases[0][1].packed()[:5], "2": cases[2][1].packed()}
+    rows, first = manager.grammar_bitmask(requests, ["2", "1", "0"], drafts), 0
+    for name in ("2", "1", "0"):
+        where, tree, alone, request = cases[int(name)]
+        mine = drafts.get(name, [])
+        want = alone.grammar_bitmask({"r": request}, ["r"], {"r": mine} if mine else {})
+        count = len(mine) + 1
+        assert (rows[first : first + count] == want[:count]).all(), name
+        first += count if is_0_32() else BUDGET + 1
+    assert len(rows) == first
+
+
+def test_all_nodes_stay_scheduled():
+    """A tree of which the grammar forbids a node keeps its rows, and so its CUDA graph."""
+    _, tree, manager, request = random_tree(9)
+    assert manager.validate_tokens(request, tree.packed()) == tree.packed()
+    assert manager.validate_tokens(request, [-1] * 4) == []
+    free = SimpleNamespace(use_structured_output=False)
+    assert manager.validate_tokens(free, [-1] * 4) == [-1] * 4
+
+
+class Reasoner:
+    """Reasoning ends with two tokens in a row, which only what came before can tell."""
+
+    END = (40, 41)
+
+    def __init__(self, tokenizer, **kwargs) -> None:
+        pass
+
+    def is_reasoning_end(self, token_ids) -> bool:
+        return self.END in zip(token_ids, token_ids[1:])
+
+    def is_reasoning_end_streaming(self, token_ids, delta_ids) -> bool:
+        tail = list(token_ids[-len(delta_ids) - 1 :])
+        return self.is_reasoning_end(tail)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grammars_start_where_reasoning_ends_on_a_path(backend):
+    rng = random.Random(backend)
+    grammar = allowed_tokens(row_after(backend, "regex", [], []))
+    seen = {"reached": 0, "forbidden": 0, "free": 0}
+    for committed in ([], [17], [40], [17, 40, 41]):
+        where = backend, "regex", committed, Reasoner
+        for _ in range(6):
+            # The end of reasoning at several depths, also split by the commit, and twice.
+            tokens, depths = [], []
+            for _ in range(24):
+                depth = rng.randint(1, min(depths[-1] + 1 if depths else 1, DEPTH))
+                depths.append(depth)
+                after_first = depth > 1 and tokens[-1] == 40 and depths[-2] == depth - 1
+                pick = 41 if after_first or rng.random() < 0.2 else rng.choice((40, 17))
+                tokens.append(pick if rng.random() < 0.6 else rng.choice(grammar))
+            tree = Tree(tokens, depths)
+            manager = manager_of(backend, reasoner=Reasoner)
+            request = request_at(manager, backend, "regex", committed)
+            found = compare(where, tree, rows_of(manager, request, tree.packed()))
+            seen = {name: seen[name] + found[name] for name in seen}
+    assert all(seen.values()), seen
+    assert seen["reached"] - seen["free"] > 20
+
+
+def test_drafts_go_to_the_scheduler_with_their_depths(monkeypatch):
+    """And idle rows as such; those of a batch without grammars as they are."""
+    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+    from vllm_ddtree.grammar import TreeDraftTokens
+    from vllm_ddtree.trees import TreeBatch, TreeShape
+
+    sent: list[torch.Tensor] = []
+    # It has streams of its own, and the copy to the host is its.
+    monkeypatch.setattr(DraftTokensHandler, "__init__", lambda *_: None)
+    monkeypatch.setattr(DraftTokensHandler, "set_draft_tokens", lambda *args: sent.append(args[2]))
+    device = torch.device("cpu")
+    trees = TreeBatch.zeros(TreeShape(4, 8, 5), device)
+    trees.num_nodes[:] = torch.tensor([8, 1, 4, 3])
+    # Left over in slots 1 to 3 from larger trees.
+    trees.depths[:] = torch.tensor([0, 1, 2, 2, 3, 1, 2, 2])
+    drafts = torch.arange(100, 106).repeat(3, 1)
+    batch = SimpleNamespace(idx_mapping=torch.tensor([2, 0, 1]), has_structured_output_reqs=True)
+    handler = TreeDraftTokens(device, trees)
+    handler.set_draft_tokens(batch, drafts)
+    whole = Tree(list(range(100, 106)), [1, 2, 2, 3, 1, 2]).packed()
+    assert sent[0].tolist() == [whole[:3] + [0] * 3, whole, [0] * 6]
+    assert drafts.tolist() == [list(range(100, 106))] * 3
+    batch.has_structured_output_reqs = False
+    handler.set_draft_tokens(batch, drafts)
+    assert sent[1] is drafts
+
+
+def test_a_backend_that_is_not_known_gets_a_chain():
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm_ddtree.request_params import history_dependent
+
+    for backend, chain in (*((name, []) for name in BACKENDS), ("new", ["structured_outputs"])):
+        grammar = StructuredOutputsParams(regex="a+")
+        grammar._backend = backend
+        assert history_dependent(SamplingParams(structured_outputs=grammar)) == chain

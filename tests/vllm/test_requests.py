@@ -43,6 +43,7 @@ def cases() -> dict[str, Case]:
     from vllm.sampling_params import StructuredOutputsParams
 
     sampled = {"temperature": 1.0, "top_k": 40}
+    words = StructuredOutputsParams(regex=r"[a-z]{3}(_[a-z]{2,6}){9}")
     return {
         "plain": Case({}, effect=False),
         "sampled": Case(sampled),
@@ -58,6 +59,8 @@ def cases() -> dict[str, Case]:
         "schema": Case({**sampled, "structured_outputs": StructuredOutputsParams(json=SCHEMA)}),
         "chain": Case(CHAIN, chain=True, effect=False),
         "repetition on a chain": Case({**CHAIN, "repetition_penalty": 1.4}, chain=True),
+        "regex on a chain": Case({**CHAIN, "structured_outputs": words}, chain=True),
+        "regex and penalty": Case({"presence_penalty": 1.0, "structured_outputs": words}),
         "allowed": Case({"allowed_token_ids": list(range(200, 420))}),
         "min tokens": Case({"stop_token_ids": sorted(set(prompt())), "min_tokens": 16}),
         # vLLM refuses these two with a chain.

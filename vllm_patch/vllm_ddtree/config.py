@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_TREE_BUDGET = 255
 MAX_TREE_HORIZON = 32
 DEFAULT_TREE_BUDGET = 31
+DEFAULT_VERIFY_MODE = "match"
 
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 HYBRID_TARGETS = (
@@ -59,9 +60,12 @@ def begin(spec: "SpeculativeConfig") -> None:
     """
     compat.check_vllm()
     if spec.method != "ddtree":
-        _refuse("tree_budget needs the speculative method 'ddtree'", "set method to 'ddtree'")
+        what = "verify_mode" if spec.tree_budget is None else "tree_budget"
+        _refuse(f"{what} needs the speculative method 'ddtree'", "set method to 'ddtree'")
     if spec.tree_budget is None:
         spec.tree_budget = DEFAULT_TREE_BUDGET
+    if spec.verify_mode is None:
+        spec.verify_mode = DEFAULT_VERIFY_MODE
     if not 1 <= spec.tree_budget <= MAX_TREE_BUDGET:
         _refuse(
             f"tree_budget is {spec.tree_budget}",
@@ -188,6 +192,11 @@ def verify(vllm_config: "VllmConfig") -> None:
     ):
         if wrong:
             _refuse(f"ddtree does not support {what}", change)
+    if spec.verify_mode == "coupled" and cfg.model_config.use_fp64_gumbel:
+        _refuse(
+            "verify_mode coupled anticipates float32 noise, not that of --use-fp64-gumbel",
+            "remove --use-fp64-gumbel or set --speculative-verify-mode match",
+        )
     _refuse_quantised_cache(cache.cache_dtype, "--kv-cache-dtype")
     _verify_runner(cfg)
     _verify_target(cfg)
@@ -336,11 +345,6 @@ def _verify_gdn(cfg: "VllmConfig", model: "ModelConfig") -> None:
         _refuse(
             f"ddtree keeps convolution states in the model's dtype or float32, not {cache.mamba_cache_dtype}",
             "set --mamba-cache-dtype auto",
-        )
-    if cache.mamba_cache_mode not in ("none", "align"):
-        _refuse(
-            f"ddtree does not support --mamba-cache-mode {cache.mamba_cache_mode}",
-            "use align or none",
         )
 
 

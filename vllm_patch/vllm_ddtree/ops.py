@@ -53,13 +53,16 @@ def tree_build(
     max_nodes: int,
     max_depth: int,
     tree_index: torch.Tensor | None = None,
+    temperatures: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
 ) -> None:
     """Best-first trees from the drafter's logits.
 
     logits [n, L, V] f32/f16/bf16; root_tokens, node_budgets, candidate_caps,
     stop_min_depths int32 [n]; root_positions int64 [n]; stop_tokens int32 [n, S], -1
     padded. Request i writes tree tree_index[i], int32 or int64 [n], and none where
-    that is negative; without it the first n trees are written."""
+    that is negative; without it the first n trees are written. With temperatures f32
+    [n] (0 = none) and seeds int64 [n], candidates are scored with the target's noise."""
     lib = library()
     params = lib.params("ddt_tree_build_params")
     trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
@@ -74,6 +77,8 @@ def tree_build(
     written = logits.shape[0] if tree_index is None else num_reqs
     params.tree = trees.described(written)
     lib.fill_tensor(params.tree_index, tree_index)
+    params.temperatures = lib.pointer(temperatures, "float", torch.float32)
+    params.seeds = lib.pointer(seeds, "int64_t", torch.int64)
     lib.call("tree_build", params, logits.device)
 
 

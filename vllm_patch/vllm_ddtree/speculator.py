@@ -26,6 +26,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         registration.register(device)
         speculative_config = vllm_config.speculative_config
         self.tree_budget: int = speculative_config.tree_budget
+        self._is_coupled = speculative_config.verify_mode == "coupled"
         self._max_tree_rows = max_tree_rows(vllm_config)
         draft_config = copy.copy(vllm_config)
         # Not dataclasses.replace: it would validate and convert once more.
@@ -92,6 +93,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         num_query = num_reqs * self.num_query_per_req
         anchors = slice(0, num_query, self.num_query_per_req)
         root_positions = self.input_buffers.positions[anchors].contiguous()
+        temperatures = seeds = None
+        if self._is_coupled:
+            # vLLM keeps both for the drafter by slot, at fixed addresses.
+            temperatures, seeds = self.temperature[slots], self.seeds[slots]
         trees, shape = self._trees, self._trees.shape
         torch.ops.ddtree.tree_build(
             logits,
@@ -106,6 +111,8 @@ class DDTreeSpeculator(DFlashSpeculator):
             shape.max_nodes,
             shape.max_depth,
             tree_index,
+            temperatures,
+            seeds,
         )
         # Idle rows need a token that exists; nothing ever enters them.
         self._drafts[:num_reqs] = trees.tokens[slots, 1:].clamp(min=0)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tree_build from logits and from candidate lattices, and tree_mask alone.
 
-Beside tree_build: torch.topk and torch.logsumexp, which find the candidates but build no tree; and end to end, by the
+Beside tree_build: torch.topk and torch.logsumexp, which find the candidates but build no tree, in coupled mode with
+noise of PyTorch's; and end to end, by the
 host's clock, the same followed by a copy to the host, a best-first heap in Python (the algorithm of DDTree, arXiv
 2604.12989) and a copy of the tree back. Beside tree_mask: SGLang's kernel for EAGLE's trees.
 """
@@ -48,7 +49,9 @@ class Build(_Call):
 
     op = "tree_build"
 
-    def __init__(self, budget: int, logits=None, tokens=None, scores=None, transitions=None):
+    def __init__(
+        self, budget: int, logits=None, tokens=None, scores=None, transitions=None, temperature=None
+    ):
         requests, depths = (tokens if logits is None else logits).shape[:2]
         super().__init__(TreeShape(requests, budget + 1, depths))
         lib, params = abi.lib(), self.params
@@ -61,6 +64,10 @@ class Build(_Call):
         params.root_tokens = abi.i32_pointer(self._tensor(range(requests), torch.int32))
         params.root_positions = abi.i64_pointer(self._tensor([1000] * requests, torch.int64))
         params.node_budgets = abi.i32_pointer(self._tensor([budget] * requests, torch.int32))
+        if temperature is not None:
+            noise = self._tensor([temperature] * requests, torch.float32)
+            params.temperatures = abi.f32_pointer(noise)
+            params.seeds = abi.i64_pointer(self._tensor(range(requests), torch.int64))
         size = lib.ffi.new("size_t *")
         lib.check(lib.lib.ddt_tree_build_workspace_size(abi.context("cuda"), params, size))
         workspace = torch.empty(size[0], dtype=torch.uint8, device="cuda")
@@ -202,6 +209,27 @@ def bench_logits(requests: int, budgets: list[int], depths: int, args) -> None:
         )  # fmt: skip
 
 
+def bench_coupled(requests: int, budgets: list[int], depths: int, args) -> None:
+    """With the target's noise; at temperature 0 this is what a greedy request pays on a coupled server."""
+    logits = drafter_logits(requests, depths)
+    cases = {
+        (budget, temperature): Build(budget, logits, temperature=temperature)
+        for budget in budgets
+        for temperature in (0.0, 1.0)
+    }
+    peers = {(budget, "peer"): torch_ops.NoisedTopK(logits, budget, 1.0) for budget in budgets}
+    times = timing.measure(cases | peers, args.replays)
+    for budget, temperature in cases:
+        is_sampled = temperature > 0
+        timing.record(
+            args.out, op="tree_build", requests=requests, nodes=budget + 1, context=None, dtype="bf16", depth=depths,
+            timing=times[budget, temperature], floor_us=timing.floor_us(logits.nbytes),
+            peer=torch_name(f"noise + topk({budget}) + logsumexp") if is_sampled else None,
+            peer_timing=times[budget, "peer"] if is_sampled else None,
+            mode=f"logits, coupled, temperature {temperature:g}",
+        )  # fmt: skip
+
+
 def bench_lattices(requests: int, budget: int, args) -> None:
     torch.manual_seed(0)
     cases, floors = {}, {}
@@ -246,6 +274,8 @@ def main() -> None:
     if args.sweep:
         for depths in (1, 7, 31):
             bench_logits(1, [63], depths, args)
+    for requests in (1, 4, 16):
+        bench_coupled(requests, [15, 63] if args.quick else budgets, timing.HORIZON, args)
     for requests in (1, 16) if args.quick else (1, 4, 16):
         bench_lattices(requests, 63, args)
     nodes = (64,) if args.quick else (8, 16, 32, 64, 128, 256)

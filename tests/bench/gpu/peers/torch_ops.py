@@ -31,3 +31,17 @@ class TopK:
         scores = self.logits.float()
         values, tokens = torch.topk(scores, self.k, dim=-1)
         self.out = values - torch.logsumexp(scores, dim=-1, keepdim=True), tokens
+
+
+class NoisedTopK:
+    """The same of logits / temperature + Gumbel noise. The noise is PyTorch's own, drawn for all tokens: keying it by
+    seed, position and token, as ours is, would take more."""
+
+    def __init__(self, logits: torch.Tensor, k: int, temperature: float):
+        self.logits, self.k, self.temperature, self.out = logits, k, temperature, None
+
+    def __call__(self) -> None:
+        noise = torch.empty_like(self.logits, dtype=torch.float32).exponential_().log_()
+        scores = self.logits.float() / self.temperature - noise
+        values, tokens = torch.topk(scores, self.k, dim=-1)
+        self.out = values - torch.logsumexp(scores, dim=-1, keepdim=True), tokens

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per round of sampled text: vLLM's DFlash chain, trees that are matched, trees that are coupled.
+
+    python tests/bench/serving/sampling.py --budget 15 63 --temperature 0 0.6 1 --out sampling.jsonl
+
+One engine per mode and budget, one after another in this process. `chain` drafts as many tokens as the drafter's block
+holds, whatever the budget; `chain-probabilistic` samples its drafts and verifies them by ratio. Rounds and accepted
+tokens are vLLM's own, per request. The interval is the bootstrap over prompts. Keys of the records: ../README.md."""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+from rounds import provenance
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+MODES = ("chain", "match", "coupled", "chain-probabilistic")
+RESAMPLES = 2000
+
+
+def tokens_per_round(rounds: list[tuple[int, int]]) -> float:
+    """Of (rounds, accepted tokens) by prompt."""
+    return 1 + sum(accepted for _, accepted in rounds) / sum(count for count, _ in rounds)
+
+
+def interval(rounds: list[tuple[int, int]]) -> list[float]:
+    """The middle 95 % of the mean over resampled prompts."""
+    rng = random.Random(0)
+    means = sorted(tokens_per_round(rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    return [round(means[int(share * RESAMPLES)], 3) for share in (0.025, 0.975)]
+
+
+def speculation(args: argparse.Namespace, mode: str, budget: int) -> dict:
+    if mode.startswith("chain"):
+        chain = dict(model=args.drafter, method="dflash", num_speculative_tokens=budget)
+        return chain | (dict(draft_sample_method="probabilistic") if mode != "chain" else {})
+    return dict(model=args.drafter, method="ddtree", tree_budget=budget, verify_mode=mode)
+
+
+def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list[int]]) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    arguments = dict(
+        model=args.target, dtype="bfloat16", max_num_seqs=args.batch, max_model_len=1024, enable_prefix_caching=False,
+        disable_log_stats=False, per_request_spec_decode_metrics="summary", seed=0, mamba_ssm_cache_dtype="float32",
+        speculative_config=speculation(args, mode, budget),
+    )  # fmt: skip
+    llm = LLM(**(arguments | json.loads(args.llm)))
+    for temperature in args.temperature:
+        sampling = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=args.tokens, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        outputs = llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
+        )
+        histograms = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
+        rounds = [(sum(h), sum(j * count for j, count in enumerate(h))) for h in histograms]
+        line = dict(
+            mode=mode, temperature=temperature, budget=budget, tokens_per_round=round(tokens_per_round(rounds), 3),
+            ci95=interval(rounds), prompts=len(prompts), rounds=sum(count for count, _ in rounds), tokens=args.tokens,
+            batch=args.batch, model="nano pair" if Path(args.target) == MODELS / "target" else args.target,
+            **provenance("sampling.py"),
+        )  # fmt: skip
+        print(json.dumps(line), flush=True)
+        if args.out:
+            with open(args.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=str(MODELS / "target"))
+    parser.add_argument("--drafter", default=str(MODELS / "drafter"))
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES[:3])
+    parser.add_argument("--budget", type=int, nargs="+", default=[15, 63], help="nodes of a tree")
+    parser.add_argument("--chain", type=int, default=15, help="drafted tokens of a chain")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--batch", type=int, default=16, help="requests in flight")
+    parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
+    parser.add_argument("--out", help="JSON lines file to append to")
+    args = parser.parse_args()
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(args.target) / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in json.loads((MODELS / "prompts.json").read_text())]
+    prompts = [tokenizer.encode(text).ids for text in texts[: args.prompts]]
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    for mode in args.mode:
+        for budget in [args.chain] if mode.startswith("chain") else args.budget:
+            measure(args, mode, budget, prompts)
+
+
+if __name__ == "__main__":
+    main()
