@@ -196,7 +196,7 @@ def sampling(path: pathlib.Path) -> None:
         budgets = sorted({budget for _, budget in series})
         text += [
             f"## {model}",
-            f"Written by `tests/bench/plot.py` from `{path.name}`: {lines[0]['gpu']}, {lines[0]['prompts']} prompts of "
+            f"Written by `tests/bench/plot.py` from `{path.name}`: {lines[0]['gpu'].replace('none', 'CPU')}, {lines[0]['prompts']} prompts of "
             f"{lines[0]['tokens']} tokens, {lines[0]['batch']} in flight; 95 % intervals by bootstrap over prompts.",
         ]
         rows = [["mode", "budget", *(f"T = {temperature:g}" for temperature in temperatures)]]
