@@ -19,6 +19,11 @@ from test_scheduling import forced_async
 from watch import Watch, watching
 
 BUDGET = 31
+# How the record of tokens per round is written again.
+COMMAND = (
+    "DDTREE_TEST_FULL=1 DDTREE_RECORD=grammar.jsonl "
+    "python -m pytest tests/vllm/test_grammar.py -k tokens_per_round"
+)
 MAX_TOKENS = 48
 PERSON = {
     "type": "object",
@@ -214,6 +219,7 @@ def test_tokens_per_round(served):
             rounds=len(constrained),
             tokens_per_round=round(means[shape], 3),
             by_case=per_round,
+            command=COMMAND,
         )
     assert means["tree"] > means["chain"]
 
