@@ -99,7 +99,10 @@ def scenarios(config: str) -> dict[str, tuple[list[list[int]], list[dict]]]:
                 24,
             ),
             # Every one needs further blocks after a few tokens.
-            "crowd": greedy([stretch(250 * i, BLOCK - 12 + i) for i in range(4)], 28),
+            "crowd": (
+                [stretch(250 * i, BLOCK - 12 + i) for i in range(4)],
+                [{"temperature": t, "max_tokens": 28} for t in (0.0, 0.8, 0.0, 0.8)],
+            ),
         }
     ends = (LONG - 46, LONG - 19, LONG - 10, LONG - 5, LONG - 2, LONG - 1)
     return {
