@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine import TARGET
 from vllm_ddtree.compat import is_0_32
+from vllm_ddtree.grammar import needs_chain
 
 BUDGET, DEPTH = 40, 9
 SCHEMA = {
@@ -414,11 +415,10 @@ def test_drafts_go_to_the_scheduler_with_their_depths(monkeypatch):
 
 
 def test_a_backend_that_is_not_known_gets_a_chain():
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
-    from vllm_ddtree.request_params import history_dependent
 
-    for backend, chain in (*((name, []) for name in BACKENDS), ("new", ["structured_outputs"])):
-        grammar = StructuredOutputsParams(regex="a+")
-        grammar._backend = backend
-        assert history_dependent(SamplingParams(structured_outputs=grammar)) == chain
+    assert not needs_chain(None)
+    for backend, chain in (*((name, False) for name in BACKENDS), ("new", True)):
+        params = StructuredOutputsParams(regex="a+")
+        params._backend = backend
+        assert needs_chain(params) is chain

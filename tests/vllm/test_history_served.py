@@ -153,7 +153,8 @@ def test_they_have_trees(served, budget):
             assert all(r.is_chain and r.num_nodes == HORIZON + 1 for r in rounds)
         else:
             assert all(r.num_nodes == budget + 1 for r in rounds), kind
-            assert not any(r.is_chain for r in rounds), kind
+            # With no more nodes than it is deep, the best tree of a sure drafter is a chain.
+            assert not all(r.is_chain for r in rounds), kind
     # Rows behind another child were right, too.
     assert sum(branches(r) for r in watch.rounds) >= 10
 
