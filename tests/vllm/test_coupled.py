@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from engine import FULL, Engine, Run, assert_same_text, record
+from engine import FULL, Engine, Run, assert_same_text, on_gpu, record
 from test_lossless import (
     BUDGETS,
     CASES,
@@ -51,6 +51,10 @@ def test_text_is_that_of_no_speculation(budget):
     assert runs["T1.0"].tokens_per_round > 1.1 * matched.tokens_per_round
 
 
+in_full_tier = pytest.mark.skipif(not (FULL or on_gpu()), reason="the full tier takes the time")
+
+
+@in_full_tier
 def test_greedy_and_sampled_requests_in_one_batch():
     cases = [list(CASES)[i % len(CASES)] for i in range(NUM_PROMPTS)]
     params = [{"max_tokens": MAX_TOKENS, **CASES[name]} for name in cases]
@@ -64,6 +68,7 @@ def test_greedy_and_sampled_requests_in_one_batch():
     assert near_ties <= NUM_PROMPTS // 2
 
 
+@in_full_tier
 def test_noise_of_another_seed_costs_rounds_and_no_text(monkeypatch):
     """Negative control: the drafter's trees must be for the target's own noise."""
     from vllm_ddtree.speculator import DDTreeSpeculator

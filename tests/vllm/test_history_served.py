@@ -15,6 +15,8 @@ from engine import FULL, Engine, Run, assert_same_text, on_gpu, prompts, record
 from test_history import Banned, BannedOnChains
 from watch import Round, Watch, watching
 
+pytestmark = pytest.mark.skipif(not (FULL or on_gpu()), reason="the full tier takes the time")
+
 BUDGETS, HORIZON = (15, 31), 15
 MAX_TOKENS = 32
 # Which held-out prompt: one whose continuation the kind has something to say about.

@@ -6,9 +6,11 @@ test_scheduling.py."""
 from collections.abc import Iterator
 
 import pytest
-from engine import Engine, Run, assert_same_text, prompts, record
+from engine import FULL, Engine, Run, assert_same_text, on_gpu, prompts, record
 from test_scheduling import BLOCK, CONFIGS, engine, stretch
 from watch import Watch, watching
+
+pytestmark = pytest.mark.skipif(not (FULL or on_gpu()), reason="the full tier takes the time")
 
 BUDGET = 63
 # Prompts come in chunks, and more than one tree leaves no room for another whole one.
