@@ -140,6 +140,7 @@ fn best_first(target: &Target, prefix: &[usize], rng: &mut Rng) -> Draft {
         candidate_cap: 0,
         stop_tokens: &[],
         stop_min_depth: 0,
+        noise: None,
     };
     let draft = DraftScores::Logits { logits, max_candidates: 0 };
     let tree = tree_build(&draft, None, &request).expect("a tree").tree;
