@@ -9,6 +9,7 @@ other arguments, so that a row gets the bits that decoding without drafts gives 
 Nothing here waits for the device or looks at single nodes on the host, and without a
 request that needs it nothing is launched."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -115,12 +116,13 @@ class TreeProcessor(LogitsProcessor):
             return self.inner.apply(logits, ctx)
         return self._apply(logits, ctx, paths)
 
+    @abstractmethod
     def _is_needed(self, slots: np.ndarray) -> bool:
-        """Whether a request has what depends on the tokens before a row."""
-        raise NotImplementedError
+        """Whether a request in these slots has what depends on the tokens before a row."""
 
+    @abstractmethod
     def _apply(self, logits: torch.Tensor, ctx: LogitsContext, paths: RowPaths) -> torch.Tensor:
-        raise NotImplementedError
+        """Processed logits [rows, V], in place or not: each row by its path."""
 
 
 class TreePenalties(TreeProcessor):
