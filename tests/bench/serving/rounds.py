@@ -240,6 +240,13 @@ def provenance(script: str = "rounds.py") -> dict:
     )  # fmt: skip
 
 
+def report(line: dict, out: str | None) -> None:
+    print(json.dumps(line), flush=True)
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, required=True)
@@ -262,10 +269,7 @@ def main() -> None:
                     context=context, model=f"Qwen3.6 dimensions {args.size}, dummy bf16 weights",
                     **bench.run(batch, context), **provenance(),
                 )  # fmt: skip
-                print(json.dumps(line), flush=True)
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                report(line, args.out)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import argparse
 import json
 import os
 import random
-from pathlib import Path
 
-from rounds import provenance
+import pair
+from rounds import provenance, report
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
 MODES = ("chain", "match", "coupled", "chain-probabilistic")
 RESAMPLES = 2000
 
@@ -62,13 +61,10 @@ def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list
         line = dict(
             mode=mode, temperature=temperature, budget=budget, tokens_per_round=round(tokens_per_round(rounds), 3),
             ci95=interval(rounds), prompts=len(prompts), rounds=sum(count for count, _ in rounds), tokens=args.tokens,
-            batch=args.batch, model="nano pair" if Path(args.target) == MODELS / "target" else args.target,
+            batch=args.batch, model=pair.name(args),
             **provenance("sampling.py"),
         )  # fmt: skip
-        print(json.dumps(line), flush=True)
-        if args.out:
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        report(line, args.out)
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()
@@ -78,23 +74,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default=str(MODELS / "target"))
-    parser.add_argument("--drafter", default=str(MODELS / "drafter"))
+    pair.add_arguments(parser)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES[:3])
     parser.add_argument("--budget", type=int, nargs="+", default=[15, 63], help="nodes of a tree")
     parser.add_argument("--chain", type=int, default=15, help="drafted tokens of a chain")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--batch", type=int, default=16, help="requests in flight")
-    parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
-    parser.add_argument("--out", help="JSON lines file to append to")
     args = parser.parse_args()
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(args.target) / "tokenizer.json"))
-    texts = [prompt["text"] for prompt in json.loads((MODELS / "prompts.json").read_text())]
-    prompts = [tokenizer.encode(text).ids for text in texts[: args.prompts]]
+    prompts = pair.held_out(args)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     for mode in args.mode:
         for budget in [args.chain] if mode.startswith("chain") else args.budget:

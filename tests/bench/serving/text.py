@@ -11,11 +11,9 @@ import gc
 import json
 import os
 import time
-from pathlib import Path
 
-from rounds import provenance
-
-MODELS = Path(__file__).resolve().parents[2] / "models"
+import pair
+from rounds import provenance, report
 
 
 class Served:
@@ -80,23 +78,15 @@ class Served:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(MODELS / "target"))
-    parser.add_argument("--drafter", default=str(MODELS / "drafter"))
+    pair.add_arguments(parser)
     parser.add_argument("--chain", type=int, nargs="*", default=[3, 7, 15], help="drafted tokens of vLLM's chain")
     parser.add_argument("--budget", type=int, nargs="*", default=[7, 15, 31, 63], help="nodes of our trees")
     parser.add_argument("--our-chain", type=int, nargs="*", default=[], help="drafted tokens of trees that are chains")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=64, help="per 16 requests in flight; at least 8")
-    parser.add_argument("--tokens", type=int, default=128, help="of each text")
-    parser.add_argument("--llm", default="{}", help="more arguments for vllm.LLM, as JSON")
-    parser.add_argument("--out", help="JSON lines file to append to")
     args = parser.parse_args()
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(args.target) / "tokenizer.json"))
-    texts = [prompt["text"] for prompt in json.loads((MODELS / "prompts.json").read_text())]
-    prompts = [tokenizer.encode(text).ids for text in texts[: args.prompts]]
+    prompts = pair.held_out(args)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engines = [("none", 0), *(("chain", k) for k in args.chain)]
     engines += [*(("ddtree-chain", k) for k in args.our_chain), *(("ddtree", b) for b in args.budget)]
@@ -110,13 +100,10 @@ def main() -> None:
                 line = dict(
                     method=method, budget=size, batch=batch, temperature=temperature,
                     context=round(sum(map(len, some)) / len(some)), prompts=len(some),
-                    model="nano pair" if Path(args.target) == MODELS / "target" else args.target,
+                    model=pair.name(args),
                     **served.run(some, batch, temperature, args.tokens), **provenance("text.py"),
                 )  # fmt: skip
-                print(json.dumps(line), flush=True)
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                report(line, args.out)
         served.close()
 
 
