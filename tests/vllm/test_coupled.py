@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from engine import FULL, Engine, Run, assert_same_text, on_gpu, record
+from engine import FULL, Engine, Run, assert_same_text, on_gpu
 from test_lossless import (
     BUDGETS,
     CASES,
@@ -15,6 +15,7 @@ from test_lossless import (
     baseline,
     first_tokens,
     held_out,
+    same_text,
     sampled,
 )
 
@@ -33,17 +34,8 @@ def test_text_is_that_of_no_speculation(budget):
     runs = run_coupled(budget, CASES)
     for name, run in runs.items():
         base = first_tokens(baseline(4)[name], MAX_TOKENS)
-        near_ties = assert_same_text(base, run, f"coupled {name}, budget {budget}")
+        near_ties = same_text(f"coupled {name}", base, run, budget)
         assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"
-        record(
-            test=f"coupled {name}",
-            budget=budget,
-            batch=4,
-            prompts=NUM_PROMPTS,
-            tokens=MAX_TOKENS,
-            near_ties=near_ties,
-            tokens_per_round=round(run.tokens_per_round, 4),
-        )
     # Greedy requests get the trees that they get without it.
     greedy, _ = accepted_counts("tree", budget)
     assert runs["greedy"].accepted == pytest.approx(greedy.accepted, rel=0.02)

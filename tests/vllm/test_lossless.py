@@ -59,6 +59,21 @@ def first_tokens(run: Run, count: int) -> Run:
     return Run(cut)
 
 
+def same_text(test: str, base: Run, run: Run, budget: int, batch: int = 4) -> int:
+    """Near ties at which texts part that are otherwise those of `base`, recorded."""
+    near_ties = assert_same_text(base, run, f"{test}, budget {budget}, batch {batch}")
+    record(
+        test=test,
+        budget=budget,
+        batch=batch,
+        prompts=NUM_PROMPTS,
+        tokens=MAX_TOKENS,
+        near_ties=near_ties,
+        tokens_per_round=round(run.tokens_per_round, 4),
+    )
+    return near_ties
+
+
 @cache
 def accepted_counts(kind: str, budget: int, max_num_seqs: int = 4) -> tuple[Run, tuple]:
     """A greedy run and what each request's rounds accepted, as the scheduler counts.
@@ -104,17 +119,8 @@ def test_greedy_text_is_that_of_no_speculation(budget, max_num_seqs):
         pytest.skip("the full tier runs every budget at batch 1")
     run, _ = accepted_counts("tree", budget, max_num_seqs)
     base = first_tokens(baseline(max_num_seqs)["greedy"], MAX_TOKENS)
-    near_ties = assert_same_text(base, run, f"budget {budget}, batch {max_num_seqs}")
+    near_ties = same_text("greedy", base, run, budget, max_num_seqs)
     assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"
-    record(
-        test="greedy",
-        budget=budget,
-        batch=max_num_seqs,
-        prompts=NUM_PROMPTS,
-        tokens=MAX_TOKENS,
-        near_ties=near_ties,
-        tokens_per_round=round(run.tokens_per_round, 4),
-    )
 
 
 @pytest.mark.parametrize("case", SAMPLING)
@@ -122,17 +128,7 @@ def test_seeded_text_is_that_of_no_speculation(case):
     budgets = BUDGETS if FULL else (15,)
     base = first_tokens(baseline(4)[case], MAX_TOKENS)
     for budget in budgets:
-        run = sampled(budget)[case]
-        near_ties = assert_same_text(base, run, f"{case}, budget {budget}")
-        record(
-            test=case,
-            budget=budget,
-            batch=4,
-            prompts=NUM_PROMPTS,
-            tokens=MAX_TOKENS,
-            near_ties=near_ties,
-            tokens_per_round=round(run.tokens_per_round, 4),
-        )
+        same_text(case, base, sampled(budget)[case], budget)
 
 
 @cache
