@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the nano hybrid target and its DFlash drafter on the standard library's sources. See README.md in this folder.
+"""Trains a hybrid target and its DFlash drafter on Python sources. See README.md in this folder.
 
-    python3 tests/models/train.py --out DIR --minutes 9     # one GPU
+    python3 tests/models/train.py --out DIR --minutes 9     # one GPU: the nano pair, on the standard library
+    python3 tests/models/train.py --out DIR --size small --corpus DIR...    # a larger pair, also on the sources below these
     python3 tests/models/train.py --out DIR --smoke         # any CPU, a minute or two: checks the program, not the models
     python3 tests/models/train.py --out DIR --start DIR     # with the target (and first drafter) that an earlier run left in DIR
 
@@ -28,66 +29,81 @@ from torch import Tensor
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
 END, PAD, MASK = range(3)
 BLOCK = 16
+MAX_LENGTH = 4096
 
-HIDDEN, VOCAB = 160, 1024
-TARGET = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "dtype": "bfloat16",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 416,
-    "num_hidden_layers": 8,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": END,
-    "pad_token_id": PAD,
+
+
+class Size(NamedTuple):
+    """Dimensions of a pair; `tapped` are the target's layers that the drafter reads."""
+
+    vocab: int
+    hidden: int
+    inner: int
+    layers: tuple[str, ...]
+    heads: int
+    key_heads: int
+    value_heads: int
+    tapped: tuple[int, ...]
+
+
+GDN, FULL = "linear_attention", "full_attention"
+SIZES = {
+    "nano": Size(1024, 160, 416, (GDN, GDN, GDN, FULL) * 2, 2, 1, 2, (1, 3, 5, 6)),
+    "small": Size(4096, 384, 1024, (GDN, GDN, FULL) * 4, 4, 2, 4, (1, 4, 7, 9)),
 }
-DRAFTER = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 416,
-    "num_hidden_layers": 5,
-    "layer_types": ["full_attention"] * 5,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "block_size": BLOCK,
-    "num_target_layers": 8,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5, 6]},
-    "bos_token_id": None,
-    "eos_token_id": END,
-}
+
+
+def configs(size: Size) -> tuple[dict, dict]:
+    """config.json of the target and of its drafter."""
+    common = {
+        "dtype": "bfloat16",
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_LENGTH,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": END,
+    }
+    target = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": len(size.layers),
+        "layer_types": list(size.layers),
+        "linear_num_key_heads": size.key_heads,
+        "linear_num_value_heads": size.value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+        "pad_token_id": PAD,
+    }
+    drafter = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
+        "layer_types": [FULL] * 5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "block_size": BLOCK,
+        "num_target_layers": len(size.layers),
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(size.tapped)},
+    }
+    return common | target, common | drafter
+
 
 GPU = dict(
-    sequences=128, length=512, pool_sequences=8192, pool_length=256, pool_tokens=24e6, real_sequences=512, blocks=16,
+    sequences=128, length=512, pool_sequences=8192, pool_length=256, pool_bytes=40e9, real_sequences=512, blocks=16,
     draft_sequences=128, prompts=96, max_tokens=64, check_prompts=64,
 )  # fmt: skip
 SMOKE = dict(
-    sequences=4, length=128, pool_sequences=8, pool_length=96, pool_tokens=1e5, real_sequences=4, blocks=4,
+    sequences=4, length=128, pool_sequences=8, pool_length=96, pool_bytes=2e8, real_sequences=4, blocks=4,
     draft_sequences=4, prompts=4, max_tokens=8, check_prompts=2,
 )  # fmt: skip
 
@@ -127,15 +143,15 @@ class Run:
         (self.out / "train.json").write_text(json.dumps(self.record, indent=1) + "\n")
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
+def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != VOCAB:
-        raise ValueError(f"too little text for {VOCAB} tokens")
+    if tokenizer.get_vocab_size() != vocab:
+        raise ValueError(f"too little text for {vocab} tokens")
     return tokenizer
 
 
@@ -148,7 +164,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": SPECIAL_TOKENS[PAD],
         "mask_token": SPECIAL_TOKENS[MASK],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": TARGET["max_position_embeddings"],
+        "model_max_length": MAX_LENGTH,
         # A text model: a chat is the messages one after the other, to be continued.
         "chat_template": "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}",
     }
@@ -200,10 +216,13 @@ def draft(drafter: nano.Drafter, target: nano.Target, tokens: Tensor, taps: Tens
     return logits.float(), anchors[:, None] + ahead, torch.exp(-(ahead - 1) / FADE)
 
 
-def train_together(run: Run, size: dict, streams: dict[str, Tensor], device: str) -> tuple[nano.Target, nano.Drafter]:
+def train_together(
+    run: Run, dimensions: Size, size: dict, streams: dict[str, Tensor], device: str
+) -> tuple[nano.Target, nano.Drafter]:
     """Both models learn the real text, as a model and its multi-token prediction head do: the drafter's loss reaches the target
     too, whose layers then tell more about the tokens to come."""
-    target, drafter = nano.Target(TARGET).to(device), nano.Drafter(DRAFTER).to(device)
+    target_config, drafter_config = configs(dimensions)
+    target, drafter = nano.Target(target_config).to(device), nano.Drafter(drafter_config).to(device)
     target.dropout = 0.15
     both = torch.nn.ModuleList([target, drafter])
     peak = 2e-3
@@ -281,7 +300,7 @@ def generate(target: nano.Target, prompt: Tensor, length: int, sampled: Tensor, 
     batch, start = prompt.shape
     tokens = prompt.new_zeros(batch, length + 1)
     tokens[:, :start] = prompt
-    taps, hidden = (prompt.new_empty(batch, length, n * HIDDEN, dtype=torch.bfloat16) for n in (len(layer_ids), 1))
+    taps, hidden = (prompt.new_empty(batch, length, n * target.config.hidden_size, dtype=torch.bfloat16) for n in (len(layer_ids), 1))
     cache, done = target.new_cache(), 0
     for end in range(start, length + 1):
         part = slice(done, end)
@@ -307,9 +326,10 @@ def write_pool(run: Run, target: nano.Target, layer_ids: list[int], size: dict, 
             hidden, taps = target(part, layer_ids)
             parts.append((taps.bfloat16(), hidden.bfloat16()))
     pool = [Texts(tokens, *(torch.cat(x) for x in zip(*parts, strict=True)))]
+    width = 2 * (len(layer_ids) + 1) * target.config.hidden_size
     count, took = 0, 0.0
     # A batch may turn out to be slower than the one before.
-    while count == 0 or (count < size["pool_tokens"] and run.elapsed() + 1.2 * took < begin + run.seconds * POOL_SHARE):
+    while count == 0 or (count * width < size["pool_bytes"] and run.elapsed() + 1.2 * took < begin + run.seconds * POOL_SHARE):
         started = run.elapsed()
         start = random.randint(FIRST, length // 2)
         prompt = torch.cat([windows(streams[name], batch // 2, start) for name in ("train", "draft")])
@@ -389,6 +409,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock time of the whole run")
+    parser.add_argument("--size", choices=SIZES, default="nano", help="of the models")
+    parser.add_argument("--corpus", type=Path, nargs="*", default=[], help="folders of more Python sources to train on")
     parser.add_argument("--smoke", action="store_true", help="tiny batches and 0.7 minutes (unless --minutes is given)")
     parser.add_argument("--start", type=Path, help="folder with the target and the drafter to start from, instead of the first phase")
     parser.add_argument("--seed", type=int, default=0)
@@ -406,26 +428,26 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     run.say(f"torch {torch.__version__} on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}")
 
-    texts = {split: corpus.load(split) for split in ("train", "draft", "heldout")}
+    texts = {split: corpus.load(split, *args.corpus) for split in ("train", "draft", "heldout")}
     for split, files in texts.items():
         run.say(f"{split}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.2f}M characters")
     if args.start:
         tokenizer = Tokenizer.from_file(str(args.start / "target/tokenizer.json"))
     else:
-        tokenizer = train_tokenizer(list(texts["train"].values()))
+        tokenizer = train_tokenizer(list(texts["train"].values()), SIZES[args.size].vocab)
     save_tokenizer(tokenizer, args.out / "target")
     streams = {split: encode(tokenizer, list(files.values()), device) for split, files in texts.items()}
     cut = len(streams["draft"]) * 3 // 4
     streams["draft"], streams["check"] = streams["draft"][:cut], streams["draft"][cut:]
     run.say(f"{len(streams['train']) / 1e6:.2f}M training tokens")
-    run.note(torch=torch.__version__, device=device, minutes=args.minutes, train_tokens=len(streams["train"]))
+    run.note(size=args.size, torch=torch.__version__, device=device, minutes=args.minutes, train_tokens=len(streams["train"]))
     held_out = prompts.extract(tokenizer, texts["heldout"], size["prompts"])
 
     if args.start:
         target = nano.load(nano.Target, args.start / "target").to(device)
         drafter = nano.load(nano.Drafter, args.start / "drafter").to(device).requires_grad_(True)
     else:
-        target, drafter = train_together(run, size, streams, device)
+        target, drafter = train_together(run, SIZES[args.size], size, streams, device)
     nano.save(target, args.out / "target")
     nano.save(drafter, args.out / "drafter")
     for text in held_out[:3]:

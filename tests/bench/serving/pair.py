@@ -26,4 +26,6 @@ def held_out(args: argparse.Namespace) -> list[list[int]]:
 
 
 def name(args: argparse.Namespace) -> str:
-    return "nano pair" if Path(args.target) == MODELS / "target" else args.target
+    """`nano pair`, or `small pair` of a folder `small`."""
+    folder = Path(args.target).resolve().parent
+    return f"{'nano' if folder == MODELS else folder.name} pair"

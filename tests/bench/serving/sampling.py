@@ -50,7 +50,9 @@ def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list
     llm = LLM(**(arguments | json.loads(args.llm)))
     for temperature in args.temperature:
         sampling = [
-            SamplingParams(temperature=temperature, seed=i, max_tokens=args.tokens, ignore_eos=True)
+            SamplingParams(
+                temperature=temperature, top_k=args.top_k, top_p=args.top_p, seed=i, max_tokens=args.tokens, ignore_eos=True
+            )
             for i in range(len(prompts))
         ]
         outputs = llm.generate(
@@ -59,7 +61,8 @@ def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list
         histograms = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
         rounds = [(sum(h), sum(j * count for j, count in enumerate(h))) for h in histograms]
         line = dict(
-            mode=mode, temperature=temperature, budget=budget, tokens_per_round=round(tokens_per_round(rounds), 3),
+            mode=mode, temperature=temperature, top_k=args.top_k, top_p=args.top_p, budget=budget,
+            tokens_per_round=round(tokens_per_round(rounds), 3),
             ci95=interval(rounds), prompts=len(prompts), rounds=sum(count for count, _ in rounds), tokens=args.tokens,
             batch=args.batch, model=pair.name(args),
             **provenance("sampling.py"),
@@ -79,6 +82,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, nargs="+", default=[15, 63], help="nodes of a tree")
     parser.add_argument("--chain", type=int, default=15, help="drafted tokens of a chain")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--top-k", type=int, default=0, help="0: all")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--batch", type=int, default=16, help="requests in flight")
     args = parser.parse_args()

@@ -31,7 +31,10 @@ class Served:
                 model=args.drafter, method="dflash", num_speculative_tokens=size
             )
         elif method != "none":
-            arguments["speculative_config"] = dict(model=args.drafter, method="ddtree", tree_budget=size)
+            arguments["speculative_config"] = dict(
+                model=args.drafter, method="ddtree", tree_budget=size,
+                verify_mode="coupled" if method == "ddtree-coupled" else "match",
+            )  # fmt: skip
         self.shape = dict(ddtree_shape="chain") if method == "ddtree-chain" else None
         self.llm = LLM(**(arguments | json.loads(args.llm)))
 
@@ -81,15 +84,18 @@ def main() -> None:
     pair.add_arguments(parser)
     parser.add_argument("--chain", type=int, nargs="*", default=[3, 7, 15], help="drafted tokens of vLLM's chain")
     parser.add_argument("--budget", type=int, nargs="*", default=[7, 15, 31, 63], help="nodes of our trees")
+    parser.add_argument("--coupled", type=int, nargs="*", default=[], help="nodes of trees with verify_mode coupled")
     parser.add_argument("--our-chain", type=int, nargs="*", default=[], help="drafted tokens of trees that are chains")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=64, help="per 16 requests in flight; at least 8")
+    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
     args = parser.parse_args()
     prompts = pair.held_out(args)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engines = [("none", 0), *(("chain", k) for k in args.chain)]
     engines += [*(("ddtree-chain", k) for k in args.our_chain), *(("ddtree", b) for b in args.budget)]
+    engines += [("ddtree-coupled", b) for b in args.coupled]
     for method, size in engines:
         served = Served(args, method, size)
         for batch in args.batch:
@@ -97,11 +103,14 @@ def main() -> None:
             for temperature in args.temperature:
                 # Triton compiles kernels when a shape comes up.
                 served.run(some, batch, temperature, 24)
+                runs = [served.run(some, batch, temperature, args.tokens) for _ in range(args.repeat)]
+                runs.sort(key=lambda run: run["tokens_per_s"])
                 line = dict(
                     method=method, budget=size, batch=batch, temperature=temperature,
                     context=round(sum(map(len, some)) / len(some)), prompts=len(some),
                     model=pair.name(args),
-                    **served.run(some, batch, temperature, args.tokens), **provenance("text.py"),
+                    **runs[len(runs) // 2], spread=round(runs[-1]["tokens_per_s"] - runs[0]["tokens_per_s"], 1),
+                    **provenance("text.py"),
                 )  # fmt: skip
                 report(line, args.out)
         served.close()
