@@ -156,6 +156,8 @@ run_stage() {
     case $1 in
     rust) cargo test --release --locked ;;
     c) tests/c/run.sh ;;
+    # vLLM's engines use one core here; what a file's tests share, they share in one process
+    vllm*) "$VENV/bin/python" -m pytest -n 2 --dist loadfile "tests/$1" ;;
     *) "$VENV/bin/python" -m pytest "tests/$1" ;;
     esac
 }

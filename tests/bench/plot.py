@@ -242,64 +242,62 @@ def sampling(path: pathlib.Path) -> None:
 
 
 def serving_text(path: pathlib.Path) -> None:
-    """Tokens per second by drafted tokens, of lines of serving/text.py."""
+    """Tokens per second of one model by drafted tokens, of lines of serving/text.py."""
     last = {}
     for line in map(json.loads, filter(None, path.read_text().splitlines())):
-        last[tuple(line[key] for key in ("model", "temperature", "batch", "method", "budget"))] = line
+        last[tuple(line[key] for key in ("temperature", "batch", "method", "budget"))] = line
     text = ["# Tokens per second"]
-    for model in sorted({key[0] for key in last}):
-        lines = [line for key, line in last.items() if key[0] == model]
-        temperatures, batches = (sorted({line[key] for line in lines}) for key in ("temperature", "batch"))
-        methods = [method for method in METHODS if any(line["method"] == method for line in lines)]
-        figure, plots = pyplot.subplots(
-            len(temperatures), len(batches), figsize=(3.6 * len(batches), 3 * len(temperatures)), squeeze=False,
-            layout="constrained",
-        )  # fmt: skip
-        rows = [["T", "batch", "method", "drafted", "tokens/s", "spread", "of none", "tokens/round", "ms/round"]]
-        rows.append(["--:", "--:", "---", *["--:"] * 6])
-        for i, temperature in enumerate(temperatures):
-            for j, batch in enumerate(batches):
-                own = [line for line in lines if (line["temperature"], line["batch"]) == (temperature, batch)]
-                own.sort(key=lambda line: (METHODS.index(line["method"]), line["budget"]))
-                base = next((line["tokens_per_s"] for line in own if line["method"] == "none"), None)
-                for line in own:
-                    gain = f"{line['tokens_per_s'] / base:.2f}x" if base else ""
-                    rows.append([
-                        f"{temperature:g}", str(batch), line["method"], str(line["budget"] or ""),
-                        f"{line['tokens_per_s']:.0f}", f"{line['spread']:.0f}", gain,
-                        f"{line['tokens_per_round']:.2f}", f"{line['ms_per_round']:.2f}",
-                    ])  # fmt: skip
-                plot = plots[i][j]
-                if base:
-                    plot.axhline(base, color=FLOOR, linestyle="--", linewidth=1, label="none")
-                for method, color in zip(methods, (OURS, *OTHERS)):
-                    points = [line for line in own if line["method"] == method != "none"]
-                    if points:
-                        x, y = ([line[key] for line in points] for key in ("budget", "tokens_per_s"))
-                        plot.plot(x, y, label=method, color=color, marker="o", markersize=3.5)
-                plot.set_xscale("log", base=2)
-                ticks = sorted({line["budget"] for line in lines} - {0})
-                plot.set_xticks(ticks, [str(tick) for tick in ticks])
-                plot.xaxis.set_minor_locator(ticker.NullLocator())
-                plot.set_ylim(bottom=0)
-                plot.set_title(f"{batch} in flight, T = {temperature:g}", fontsize=9)
-                plot.grid(alpha=0.25, linewidth=0.5)
-                for side in ("top", "right"):
-                    plot.spines[side].set_visible(False)
-        plots[0][0].legend(fontsize=8, frameon=False)
-        plots[0][0].set_ylabel("tokens per second")
-        plots[-1][0].set_xlabel("drafted tokens or nodes")
-        figure.suptitle(f"{model}, {lines[0]['gpu']}", fontsize=11)
-        image = path.with_name(f"{path.stem}-{model.split()[0]}.svg")
-        figure.savefig(image, metadata={"Date": None})
-        pyplot.close(figure)
-        text += [
-            f"## {model}",
-            f"![tokens per second]({image.name})",
-            f"Written by `tests/bench/plot.py` from `{path.name}`: {lines[0]['gpu']}, vLLM {lines[0]['vllm']}. Median of the runs; "
-            "spread is from the slowest to the fastest.",
-            "\n".join(f"| {' | '.join(row)} |" for row in rows),
-        ]
+    lines = list(last.values())
+    temperatures, batches = (sorted({line[key] for line in lines}) for key in ("temperature", "batch"))
+    methods = [method for method in METHODS if any(line["method"] == method for line in lines)]
+    figure, plots = pyplot.subplots(
+        len(temperatures), len(batches), figsize=(3.6 * len(batches), 3 * len(temperatures)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    rows = [["T", "batch", "method", "drafted", "tokens/s", "spread", "of none", "tokens/round", "ms/round"]]
+    rows.append(["--:", "--:", "---", *["--:"] * 6])
+    for i, temperature in enumerate(temperatures):
+        for j, batch in enumerate(batches):
+            own = [line for line in lines if (line["temperature"], line["batch"]) == (temperature, batch)]
+            own.sort(key=lambda line: (METHODS.index(line["method"]), line["budget"]))
+            base = next((line["tokens_per_s"] for line in own if line["method"] == "none"), None)
+            for line in own:
+                gain = f"{line['tokens_per_s'] / base:.2f}x" if base else ""
+                rows.append([
+                    f"{temperature:g}", str(batch), line["method"], str(line["budget"] or ""),
+                    f"{line['tokens_per_s']:.0f}", f"{line['spread']:.0f}", gain,
+                    f"{line['tokens_per_round']:.2f}", f"{line['ms_per_round']:.2f}",
+                ])  # fmt: skip
+            plot = plots[i][j]
+            if base:
+                plot.axhline(base, color=FLOOR, linestyle="--", linewidth=1, label="none")
+            for method, color in zip(methods, (OURS, *OTHERS)):
+                points = [line for line in own if line["method"] == method != "none"]
+                if points:
+                    x, y = ([line[key] for line in points] for key in ("budget", "tokens_per_s"))
+                    plot.plot(x, y, label=method, color=color, marker="o", markersize=3.5)
+            plot.set_xscale("log", base=2)
+            ticks = sorted({line["budget"] for line in lines} - {0})
+            plot.set_xticks(ticks, [str(tick) for tick in ticks])
+            plot.xaxis.set_minor_locator(ticker.NullLocator())
+            plot.set_ylim(bottom=0)
+            plot.set_title(f"{batch} in flight, T = {temperature:g}", fontsize=9)
+            plot.grid(alpha=0.25, linewidth=0.5)
+            for side in ("top", "right"):
+                plot.spines[side].set_visible(False)
+    plots[0][0].legend(fontsize=8, frameon=False)
+    plots[0][0].set_ylabel("tokens per second")
+    plots[-1][0].set_xlabel("drafted tokens or nodes")
+    figure.suptitle(f"{lines[0]['model']}, {lines[0]['gpu']}", fontsize=11)
+    image = path.with_suffix(".svg")
+    figure.savefig(image, metadata={"Date": None})
+    pyplot.close(figure)
+    text += [
+        f"![tokens per second]({image.name})",
+        f"Written by `tests/bench/plot.py` from `{path.name}`: {lines[0]['model']}, {lines[0]['gpu']}, vLLM {lines[0]['vllm']}. Median of the runs; "
+        "spread is from the slowest to the fastest.",
+        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+    ]
     path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
 
 
@@ -309,7 +307,7 @@ def main() -> None:
     args = parser.parse_args()
     # the same data give the same file, and text stays text
     matplotlib.rcParams.update({"svg.hashsalt": "ddtree", "svg.fonttype": "none"})
-    if writer := {"sampling": sampling, "text": serving_text}.get(args.data.stem):
+    if writer := {"sampling": sampling, "text": serving_text}.get(args.data.stem.split("_")[0]):
         writer(args.data)
         return
     lines = read(args.data)

@@ -334,7 +334,8 @@ REFUSED = {
 
 ACCEPTED = {
     "default": (ddtree(), {"tree_budget": 31, "tree_horizon": 15, "num_speculative_tokens": 31}),
-    "match": (ddtree(), {"verify_mode": "match"}),
+    "coupled by default": (ddtree(), {"verify_mode": "coupled"}),
+    "match": (ddtree(verify_mode="match"), {"verify_mode": "match"}),
     "match with other noise": (ddtree(engine={"use_fp64_gumbel": True}), {"verify_mode": "match"}),
     "coupled": (ddtree(verify_mode="coupled"), {"verify_mode": "coupled", "tree_budget": 31}),
     "budget 1": (ddtree(tree_budget=1), {"tree_budget": 1, "tree_horizon": 1}),
@@ -404,7 +405,7 @@ OTHERS = {
         "argv": [
             *("--model", "@hybrid", "--spec-method", "ddtree", "--spec-model", "@drafter"),
             *("--spec-tree-budget", "12", "--spec-tokens", "5", "--max-model-len", "512"),
-            *("--spec-verify-mode", "coupled"),
+            *("--spec-verify-mode", "match"),
         ],
     },
     "command line, JSON": {
@@ -587,7 +588,7 @@ def test_command_line(results, name):
 def test_command_line_with_vllms_names(results):
     value = results["command line, vLLM's names"]["value"]
     assert (value["method"], value["tree_budget"], value["tree_horizon"]) == ("dflash", 12, 5)
-    assert value["verify_mode"] == "coupled"
+    assert value["verify_mode"] == "match"
 
 
 def test_command_line_twice(results):

@@ -14,7 +14,7 @@ def python(code, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, env={**kept, **environment}, capture_output=True, text=True, timeout=120
+        command, env={**kept, **environment}, capture_output=True, text=True, timeout=300
     )
 
 

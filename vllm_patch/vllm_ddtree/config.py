@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 MAX_TREE_BUDGET = 255
 MAX_TREE_HORIZON = 32
 DEFAULT_TREE_BUDGET = 31
-DEFAULT_VERIFY_MODE = "match"
 
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 HYBRID_TARGETS = (
@@ -64,8 +63,6 @@ def begin(spec: "SpeculativeConfig") -> None:
         _refuse(f"{what} needs the speculative method 'ddtree'", "set method to 'ddtree'")
     if spec.tree_budget is None:
         spec.tree_budget = DEFAULT_TREE_BUDGET
-    if spec.verify_mode is None:
-        spec.verify_mode = DEFAULT_VERIFY_MODE
     if not 1 <= spec.tree_budget <= MAX_TREE_BUDGET:
         _refuse(
             f"tree_budget is {spec.tree_budget}",
@@ -192,7 +189,10 @@ def verify(vllm_config: "VllmConfig") -> None:
     ):
         if wrong:
             _refuse(f"ddtree does not support {what}", change)
-    if spec.verify_mode == "coupled" and cfg.model_config.use_fp64_gumbel:
+    other_noise = cfg.model_config.use_fp64_gumbel
+    if spec.verify_mode is None:
+        spec.verify_mode = "match" if other_noise else "coupled"
+    if spec.verify_mode == "coupled" and other_noise:
         _refuse(
             "verify_mode coupled anticipates float32 noise, not that of --use-fp64-gumbel",
             "remove --use-fp64-gumbel or set --speculative-verify-mode match",

@@ -97,6 +97,36 @@ class Generation(NamedTuple):
     steady_tokens: float
 
 
+def generate(engine, name: str, prompts: list[list[int]], params: list) -> Generation:
+    """All prompts at once, each with its vllm.SamplingParams, of output kind DELTA. `name`: new for each call."""
+    batch = len(prompts)
+    made = {}
+    begin = time.perf_counter()
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"{name}-{i}", dict(prompt_token_ids=prompt), param)
+        made[f"{name}-{i}"] = 0
+    first, start, end = None, None, (0.0, 0, 0)
+    rounds = 0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        if not outputs:
+            continue
+        now = time.perf_counter()
+        for output in outputs:
+            made[output.request_id] += len(output.outputs[0].token_ids)
+        rounds += 1
+        if first is None and all(made.values()):
+            first = now - begin
+        # Requests whose prefill came first are ahead of the others, and end before them.
+        if start is None and min(made.values()) >= min(SHORT, params[0].max_tokens):
+            start = end = now, rounds, sum(made.values())
+        elif start is not None and len(outputs) == batch and end[1] == rounds - 1:
+            end = now, rounds, sum(made.values())
+    # Short texts may end before the steady part begins.
+    seconds, steady, total = (b - a for a, b in zip(start or end, end, strict=True))
+    return Generation(first, rounds, seconds, steady, total / batch)
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM
@@ -112,7 +142,7 @@ class Bench:
         )  # fmt: skip
         self.llm = LLM(**(arguments | json.loads(args.llm)))
         self.start_s = time.perf_counter() - begin
-        self.num_requests = 0
+        self.calls = 0
 
     def generate(self, batch: int, context: int, tokens: int) -> Generation:
         from vllm import SamplingParams
@@ -123,34 +153,9 @@ class Bench:
             max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, extra_args=shape,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
-        engine = self.llm.llm_engine
         prompts = [[random.randrange(10, self.vocab) for _ in range(context)] for _ in range(batch)]
-        made = {}
-        begin = time.perf_counter()
-        for prompt in prompts:
-            request = f"{self.num_requests}"
-            self.num_requests += 1
-            engine.add_request(request, dict(prompt_token_ids=prompt), params)
-            made[request] = 0
-        first = start = end = None
-        rounds = 0
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if not outputs:
-                continue
-            now = time.perf_counter()
-            for output in outputs:
-                made[output.request_id] += len(output.outputs[0].token_ids)
-            rounds += 1
-            if first is None and all(made.values()):
-                first = now - begin
-            # Requests whose prefill came first are ahead of the others, and end before them.
-            if start is None and min(made.values()) >= min(SHORT, tokens):
-                start = end = now, rounds, sum(made.values())
-            elif start is not None and len(outputs) == batch and end[1] == rounds - 1:
-                end = now, rounds, sum(made.values())
-        seconds, steady, total = (b - a for a, b in zip(start, end, strict=True))
-        return Generation(first, rounds, seconds, steady, total / batch)
+        self.calls += 1
+        return generate(self.llm.llm_engine, str(self.calls), prompts, [params] * batch)
 
     def requests_that_fit(self, tokens: int = 4096) -> float | None:
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config

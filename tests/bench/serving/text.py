@@ -3,17 +3,17 @@
 
     python tests/bench/serving/text.py --chain 3 7 15 --budget 7 15 31 63 --batch 1 4 16 --temperature 0 1 --out text.jsonl
 
-One engine after another in this process. A batch is that many requests in flight: the next prompt starts when one ends,
-and its prefill is in the time. Keys of the records: ../README.md."""
+One engine after another in this process. A batch of requests starts at once; only rounds in which all of them decode
+count, as in rounds.py, so the speed is that of decoding. Keys of the records: ../README.md."""
 
 import argparse
 import gc
 import json
 import os
-import time
+import statistics
 
 import pair
-from rounds import provenance, report
+from rounds import generate, provenance, report
 
 
 class Served:
@@ -37,6 +37,7 @@ class Served:
             )  # fmt: skip
         self.shape = dict(ddtree_shape="chain") if method == "ddtree-chain" else None
         self.llm = LLM(**(arguments | json.loads(args.llm)))
+        self.calls = 0
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -46,36 +47,29 @@ class Served:
         gc.collect()
         cleanup_dist_env_and_memory()
 
-    def _rounds(self) -> int:
-        metrics = self.llm.get_metrics()
-        return sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_drafts")
-
     def run(self, prompts: list[list[int]], batch: int, temperature: float, tokens: int) -> dict:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
-        waiting = list(enumerate(prompts))
-        running = made = 0
-        rounds, begin = self._rounds(), time.perf_counter()
-        while waiting or running:
-            while waiting and running < batch:
-                i, prompt = waiting.pop(0)
-                params = SamplingParams(
-                    temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True, extra_args=self.shape
+        runs = []
+        for start in range(0, len(prompts), batch):
+            some = prompts[start : start + batch]
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=start + i, max_tokens=tokens, ignore_eos=True, detokenize=False,
+                    output_kind=RequestOutputKind.DELTA, extra_args=self.shape,
                 )
-                engine.add_request(f"{id(prompts)}-{i}", dict(prompt_token_ids=prompt), params)
-                running += 1
-            for output in engine.step():
-                if output.finished:
-                    made += len(output.outputs[0].token_ids)
-                    running -= 1
-        seconds = time.perf_counter() - begin
-        # Without speculation every token is a round, but for the one of the prefill.
-        rounds = self._rounds() - rounds or made - len(prompts)
+                for i in range(len(some))
+            ]  # fmt: skip
+            self.calls += 1
+            runs.append(generate(self.llm.llm_engine, str(self.calls), some, params))
+        seconds, rounds, made = (
+            sum(getattr(run, f"steady_{what}") for run in runs) for what in ("seconds", "rounds", "tokens")
+        )
         return dict(
-            ms_per_round=round(1e3 * seconds * batch / rounds, 3),
-            tokens_per_round=round((made - len(prompts)) / rounds, 3),
-            tokens_per_s=round(made / seconds, 1), rounds=rounds, tokens=made,
+            ms_per_round=round(1e3 * seconds / rounds, 3), tokens_per_round=round(made / rounds, 3),
+            tokens_per_s=round(made * batch / seconds, 1), ttft_ms=round(1e3 * statistics.median(run.ttft for run in runs), 1),
+            rounds=rounds,
         )  # fmt: skip
 
 
@@ -88,7 +82,7 @@ def main() -> None:
     parser.add_argument("--our-chain", type=int, nargs="*", default=[], help="drafted tokens of trees that are chains")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--prompts", type=int, default=64, help="per 16 requests in flight; at least 8")
+    parser.add_argument("--prompts", type=int, default=64, help="per 16 requests at once; at least 8")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
     args = parser.parse_args()
     prompts = pair.held_out(args)
@@ -99,7 +93,7 @@ def main() -> None:
     for method, size in engines:
         served = Served(args, method, size)
         for batch in args.batch:
-            some = prompts[: max(8, args.prompts * batch // 16)]
+            some = prompts[: max(8, args.prompts * batch // 16) // batch * batch]
             for temperature in args.temperature:
                 # Triton compiles kernels when a shape comes up.
                 served.run(some, batch, temperature, 24)
