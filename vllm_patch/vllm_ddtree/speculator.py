@@ -54,11 +54,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         self._drafts = torch.zeros(
             self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
         )
-        self._spine_depths = (
-            torch.full_like(self._drafts[:, 0], self.num_speculative_steps, dtype=torch.int32)
-            if speculative_config.tree_spine
-            else None
-        )
+        self._spine_depths: torch.Tensor | None = None
+        if speculative_config.tree_spine:
+            depth = self.num_speculative_steps
+            self._spine_depths = torch.full(
+                (self.max_num_reqs,), depth, dtype=torch.int32, device=device
+            )
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         return min(num_reqs * (self.tree_budget + 1), self._max_tree_rows)
