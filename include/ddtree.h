@@ -699,9 +699,9 @@ ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
 // candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
-// (both or neither of logits and candidates; candidates without any scores; one of temperatures and seeds without the other; a
-// budget, cap, scale, temperature or position out of range; a token twice at one depth; a tree that
-// is not there or named twice). DDT_UNSUPPORTED (unknown flags).
+// (both or neither of logits and candidates; candidates without any scores; one of temperatures
+// and seeds without the other; a budget, cap, scale, temperature or position out of range; a token
+// twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown flags).
 DDT_NODISCARD
 ddt_status ddt_tree_build(const struct ddt_context *context,
                           const struct ddt_tree_build_params *params,
