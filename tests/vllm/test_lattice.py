@@ -82,7 +82,9 @@ def test_text_is_that_of_no_speculation(models, head, spine):
     same_text(head, "greedy", greedy)
     same_text(head, "sampled", sampled)
     same_text(f"{head} as a chain", "greedy", chain)
-    assert greedy.tokens_per_round >= chain.tokens_per_round > 1
+    # Even random heads keep the better candidates; with parent and child exchanged DFlash2's has 1.1.
+    least = 1.5 if head == "dflash2" else 1.2
+    assert greedy.tokens_per_round >= chain.tokens_per_round > least
 
 
 @in_full_tier
