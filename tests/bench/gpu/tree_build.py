@@ -260,7 +260,8 @@ def bench_lattices(requests: int, budgets: list[int], args) -> None:
         timing.record(
             args.out, op="tree_build", requests=requests, nodes=budget + 1, context=None, dtype="f32",
             depth=LATTICE_DEPTHS, timing=times[budget, width, mode], floor_us=floors[budget, width, mode],
-            peer="ours from logits", peer_timing=times[budget, None, "logits"], mode=mode, candidates=width,
+            peer="ours from logits", peer_timing=times[budget, None, "logits"], mode=f"{mode}, K {width}",
+            candidates=width,
         )  # fmt: skip
 
 
