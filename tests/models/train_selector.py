@@ -8,8 +8,8 @@ writes DIR/dflash2, which vLLM loads as `DFlash2DraftModel`, and DIR/selector.js
 are, so what they say of the target's own texts is computed once and the head learns from that: for every drafted
 position the K likeliest tokens, their logits and the row's hidden state. Its loss is the cross-entropy of the target's
 choice among the candidates below the target's token before, in rows where it is one of them and every earlier one was;
-early rows weigh more. Texts continue prompts from the `draft` files. Now and then the loss is taken on texts of
-other such files, and the weights that did best there are kept: a head of few texts learns them by heart.
+early rows weigh more. Texts continue prompts from the `train` and `draft` files. Now and then the loss is taken on
+texts of other `draft` files, and the weights that did best there are kept: a head of few texts learns them by heart.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=8, help="anchor and drafted tokens")
     parser.add_argument("--top-k", type=int, default=16, help="candidates of each position")
     parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--texts", type=int, default=4096)
+    parser.add_argument("--texts", type=int, default=8192)
     parser.add_argument("--length", type=int, default=192, help="tokens of a text")
     parser.add_argument("--blocks", type=int, default=32, help="drafted blocks of a text")
     parser.add_argument("--steps", type=int, default=3000)
@@ -125,13 +125,14 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.models / "target/tokenizer.json"))
     files = list(corpus.load("draft").values())
     cut = int(len(files) * (1 - CHECK_SHARE))
+    known = [*corpus.load("train").values(), *files[:cut]]
     horizon = args.block_size - 1
 
     def make(files: list[str], count: int) -> Blocks:
         stream = torch.tensor([i for e in tokenizer.encode_batch(files) for i in e.ids], device=device)
         parts, made = [], 0
         while made < count:
-            size = min(256, count - made)
+            size = min(1024 if device == "cuda" else 256, count - made)
             prompt = int(torch.randint(SHORTEST, args.length // 3, ()))
             starts = torch.randint(0, len(stream) - prompt, (size, 1), device=device)
             texts = greedy_texts(target, stream[starts + torch.arange(prompt, device=device)], args.length)
@@ -141,7 +142,7 @@ def main() -> None:
             say(f"{made} of {count} texts")
         return Blocks(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
-    train, check = make(files[:cut], args.texts), make(files[cut:], max(64, args.texts // 8))
+    train, check = make(known, args.texts), make(files[cut:], max(64, args.texts // 8))
     selector = dflash2.Selector(target.config.vocab_size, target.config.hidden_size, args.rank).to(device)
     optimizer = torch.optim.AdamW(selector.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=0.1)
     chain, best, kept = accepted(None, check), math.inf, {}
