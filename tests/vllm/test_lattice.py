@@ -98,8 +98,9 @@ def test_a_chain_is_that_of_vllms_own_walk(models, head):
         with Engine(config) as engine:
             runs[name] = engine.generate(prompts(NUM_PROMPTS), CHAIN if name == "chain" else GREEDY)
         same_text(f"{head} {name}", "greedy", runs[name])
-    # LiLiCorr's scores are those of bf16 vectors, and equal ones are ranked by token, not by column
-    near = 0.02 if head == "dflash2" else 0.1
+    # Texts part at near ties. LiLiCorr's scores are those of bf16 vectors, and equal ones are ranked by token, not
+    # by column.
+    near = 0.05 if head == "dflash2" and not on_gpu() else 0.1
     assert runs["chain"].accepted == pytest.approx(runs["stock"].accepted, rel=near)
     assert runs["stock"].accepted > 0
 
@@ -123,7 +124,8 @@ def test_a_head_that_says_nothing_makes_marginal_trees(models):
             with Engine(spec(models[name], tree_scores=scores)) as engine:
                 run = engine.generate(prompts(NUM_PROMPTS), GREEDY)
             same_text(f"{name}, {scores}", "greedy", run)
-            accepted[name, scores] = run.accepted, run.rounds
-    assert accepted["silent", "conditional"] == accepted["silent", "marginal"]
-    assert accepted["dflash2", "conditional"] != accepted["dflash2", "marginal"]
-    assert accepted["dflash2", "marginal"] == accepted["silent", "marginal"]
+            accepted[name, scores] = run.accepted
+    # but for near ties
+    same = pytest.approx(accepted["silent", "marginal"], rel=0.02)
+    assert accepted["silent", "conditional"] == same and accepted["dflash2", "marginal"] == same
+    assert accepted["dflash2", "conditional"] != same
