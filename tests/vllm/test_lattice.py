@@ -107,12 +107,14 @@ def test_a_chain_is_that_of_vllms_own_walk(models, head):
 
 @in_full_tier
 @pytest.mark.parametrize("head", ["dflash2", "lilicorr"])
-@pytest.mark.parametrize("option", [{"tree_scores": "marginal"}, {"verify_mode": "coupled"}])
+@pytest.mark.parametrize(
+    "option", [{"tree_scores": "marginal"}, {"verify_mode": "coupled"}, {"verify_mode": "match"}]
+)
 def test_options_keep_the_text(models, head, option):
     with Engine(spec(models[head], **option)) as engine:
         for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
             run = engine.generate(prompts(NUM_PROMPTS), params)
-            same_text(f"{head} with {next(iter(option))}", name, run)
+            same_text(f"{head} with {next(iter(option.values()))}", name, run)
 
 
 @in_full_tier

@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list
     depth = dict(num_speculative_tokens=args.depth)
     speculation = dict(model=args.drafter, **MODES[mode], **depth)
     if mode != "chain":
-        speculation["tree_budget"] = budget
+        speculation |= dict(tree_budget=budget, verify_mode=args.verify_mode)
     arguments = dict(
         model=args.target, dtype="bfloat16", max_num_seqs=args.batch, max_model_len=1024, enable_prefix_caching=False,
         disable_log_stats=False, per_request_spec_decode_metrics="summary", seed=0, mamba_ssm_cache_dtype="float32",
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, nargs="+", default=[7, 15, 31], help="nodes of a tree")
     parser.add_argument("--depth", type=int, default=7, help="drafted tokens of the chain, and depth of a tree")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--verify-mode", choices=("match", "coupled"), default="match", help="of the trees")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--batch", type=int, default=16, help="requests in flight")
     args = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
                     chains[temperature] = rounds
                 compared = gain(rounds, chains[temperature]) if temperature in chains else {}
                 line = dict(
-                    mode=mode, temperature=temperature, budget=budget, depth=args.depth,
+                    mode=mode, temperature=temperature, budget=budget, depth=args.depth, verify_mode=args.verify_mode,
                     tokens_per_round=round(tokens_per_round(rounds), 3), ci95=interval(rounds), **compared,
                     prompts=len(prompts), rounds=sum(count for count, _ in rounds), tokens=args.tokens, batch=args.batch,
                     model=pair.name(args), **provenance("conditional.py"),
