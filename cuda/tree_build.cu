@@ -31,6 +31,7 @@ struct Request {
   int budget;       // negative for a padding request
   int depth_limit;  // largest depth of its tree
   int max_children;
+  int spine_depth;
 
   __device__ Request(const ddt_cuda_tree_build &p, int r) {
     const int largest = p.tree.max_nodes - 1;
@@ -40,6 +41,7 @@ struct Request {
     depth_limit = max(min(min(p.num_rows, depth_cap), budget), 0);
     const int cap = p.candidate_caps ? p.candidate_caps[r] : 0;
     max_children = cap > 0 ? min(budget, cap) : budget;
+    spine_depth = p.spine_depths ? p.spine_depths[r] : 0;
   }
 };
 
@@ -310,14 +312,15 @@ struct SearchShared {
   uint32_t flags;
 };
 
-// A possible next node: the smallest is next. Its cost (the score's negative), then the earlier
-// parent, then the better sibling; the parent's depth rides along below.
+// A possible next node: the smallest is next. Whether it is off the spine, its cost (the score's
+// negative), then the earlier parent, then the better sibling; the parent's depth rides along below.
 constexpr uint64_t NO_ENTRY = UINT64_MAX;
+constexpr uint32_t OFF_SPINE = 1u << 31;
 
-__device__ __forceinline__ uint64_t entry_of(uint32_t path_cost, uint64_t key, uint32_t place) {
+__device__ __forceinline__ uint64_t entry_of(uint32_t off_spine, uint32_t path_cost, uint64_t key, uint32_t place) {
   const uint32_t edge_cost = static_cast<uint32_t>(key >> 32), most = -MIN_SCORE;
   if (edge_cost > most) return NO_ENTRY;  // the list's end
-  return static_cast<uint64_t>(min(path_cost + edge_cost, most)) << 32 | place;
+  return static_cast<uint64_t>(min(path_cost + edge_cost, most) | off_spine) << 32 | place;
 }
 
 // The compiler would compute a shared address anew at each use, for which it reads a special register.
@@ -360,7 +363,7 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
   for (int list = lane; list < end; list += 32) flags |= infos[list].has_nonfinite ? FLAG_NONFINITE : 0;
   uint64_t first = NO_ENTRY;
   if (request.depth_limit > 0) {
-    first = entry_of(0, key_at(0), 0);
+    first = entry_of(request.spine_depth > 0 ? 0 : OFF_SPINE, 0, key_at(0), 0);
     if (first == NO_ENTRY) flags |= FLAG_NO_CANDIDATES;
   }
   // in ascending order: those of lane 0, of lane 1, ...
@@ -369,7 +372,7 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
   for (int k = 0; k < SLOTS; ++k) entries[k] = lane == 0 && k == 0 ? first : NO_ENTRY;
   int num_nodes = 1;
   for (; num_nodes <= request.budget && first != NO_ENTRY; ++num_nodes) {
-    const uint32_t cost = static_cast<uint32_t>(first >> 32), place = static_cast<uint32_t>(first);
+    const uint32_t cost = static_cast<uint32_t>(first >> 32) & ~OFF_SPINE, place = static_cast<uint32_t>(first);
     const int parent = static_cast<int>(place >> 24), sibling = static_cast<int>(place >> 16 & 255);
     const int depth = static_cast<int>(place & 255);
     const bool has_pairs = lists.per_row > 1;
@@ -394,9 +397,10 @@ __device__ __forceinline__ void search(const ddt_cuda_tree_build &p, int r, cons
     if (next == end_of_list(true)) flags |= FLAG_CANDIDATES_EXHAUSTED;
     // the parent's cost may be taken from the child's: where that was cut off, the sibling's is too
     const uint32_t parent_cost = cost - static_cast<uint32_t>(key >> 32);
-    const uint64_t next_entry = entry_of(parent_cost, next, place + (1 << 16));
+    const uint64_t next_entry = entry_of(OFF_SPINE, parent_cost, next, place + (1 << 16));
     const uint64_t never = opens ? 0 : NO_KEY;
-    const uint64_t child_entry = entry_of(cost, child | never, num_nodes << 24 | (depth + 1));
+    const uint32_t off_spine = depth + 1 < request.spine_depth ? static_cast<uint32_t>(first >> 32) & OFF_SPINE : OFF_SPINE;
+    const uint64_t child_entry = entry_of(off_spine, cost, child | never, num_nodes << 24 | (depth + 1));
     first = min(second, min(next_entry, child_entry));
     // One entry into a list that loses its first, which is less than all: each place gets the
     // middle one of what it had, what comes after, and the new one. The other entry without loss.
@@ -944,8 +948,11 @@ __device__ __forceinline__ void make_list(const ddt_cuda_tree_build &p) {
   for (int column = i; column < width; column += LISTS_THREADS) {
     float x = -INFINITY;
     if (any_parent && token_of(depth, column) >= 0) {
-      x = static_cast<const float *>(
-          scores.data)[r * scores.strides[0] + depth * scores.strides[1] + column * scores.strides[2]];
+      x = 0.0f;
+      if (scores.data) {
+        x = static_cast<const float *>(
+            scores.data)[r * scores.strides[0] + depth * scores.strides[1] + column * scores.strides[2]];
+      }
       if (pairs.data) {
         x = __fadd_rn(x, static_cast<const float *>(pairs.data)[r * pairs.strides[0] + depth * pairs.strides[1] +
                                                                 parent * pairs.strides[2] + column * pairs.strides[3]]);

@@ -364,7 +364,8 @@ typedef struct ddt_tree_build_params {
   struct ddt_tensor logits;
   // `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate. K is at most 4096.
   struct ddt_tensor candidate_tokens;
-  // `[R,L,K]` f32: unnormalised scores of the candidates.
+  // `[R,L,K]` f32: unnormalised scores of the candidates; 0 if absent, which needs
+  // transition_scores.
   struct ddt_tensor candidate_scores;
   // `[R,L,K,K]` f32, optional: `[r,d,i,j]` is added to the score of candidate j at depth d + 1
   // when its parent is candidate i at depth d; at d = 0 the parent is the root and i is 0.
@@ -411,6 +412,10 @@ typedef struct ddt_tree_build_params {
   // token id), so that the tree anticipates what the target samples; 0 = as they are. The
   // normaliser and the candidates are those of the scores with noise.
   const float *temperatures;
+  // `[R]` optional: the path of best children from the root down to this depth, the chain that
+  // candidate_caps = 1 would give, is in the tree, before all other nodes in pop order; <= 0 =
+  // none. node_budgets, depth_caps and stop tokens limit it as any path.
+  const int32_t *spine_depths;
 } ddt_tree_build_params;
 
 // Parameters of ddt_tree_gather. B = trees to gather, T = rows.
@@ -682,15 +687,21 @@ ddt_status ddt_tree_attention_workspace_size(const struct ddt_context *context,
 // backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
 // pop order. NaN, +inf and -inf scores mean "never".
 //
+// From logits the depths are independent (DDTree, <https://arxiv.org/abs/2604.12989>). In a
+// candidate lattice with transition_scores each edge is conditioned on its parent: its
+// log-probability is the log-softmax, over the K candidates of its depth, of candidate_scores plus
+// the parent's row of transition_scores (as <https://github.com/slin-zhq/Domino-Tree> ranks
+// paths). With zeros there the tree is that of candidate_scores alone.
+//
 // Writes: every field of tree that is not NULL, for the trees that tree_index names. Scores are
 // looked at, and flagged in tree.flags, down to the smallest of node_budget, depth_cap, max_depth
 // and L.
 //
 // Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
 // candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
-// (both or neither of logits and candidates; one of temperatures and seeds without the other; a
-// budget, cap, scale, temperature or position out of range; a token twice at one depth; a tree that
-// is not there or named twice). DDT_UNSUPPORTED (unknown flags).
+// (both or neither of logits and candidates; candidates without any scores; one of temperatures
+// and seeds without the other; a budget, cap, scale, temperature or position out of range; a token
+// twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown flags).
 DDT_NODISCARD
 ddt_status ddt_tree_build(const struct ddt_context *context,
                           const struct ddt_tree_build_params *params,

@@ -6,7 +6,22 @@
 //! largest path score; ties go to the parent that was added first, then to the better sibling.
 //! Siblings are ordered by edge score, then by token id. So the tree of a smaller budget is the
 //! beginning of this order, and with independent depths the result is exactly the `node_budget`
-//! most probable prefixes.
+//! most probable prefixes (DDTree, <https://arxiv.org/abs/2604.12989>).
+//!
+//! With a candidate lattice an edge may depend on its parent: for candidates `c_1 .. c_d` of a path
+//! with unary scores `u` and transition scores `t`,
+//!
+//! ```text
+//! score(c_1 .. c_d) = sum over k of log_softmax over j of (u[k, j] + t[k, c_(k-1), j]) at j = c_k
+//! ```
+//!
+//! The lattice is the output of a DFlash2 selector or of LiLiCorr
+//! (<https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/models/qwen3_dflash2.py>,
+//! `lilicorr.py` beside it), and the log-softmax over it the distribution that their chains are
+//! sampled from; DominoTree (<https://github.com/slin-zhq/Domino-Tree>) ranks paths in this way.
+//!
+//! A spine, the path of best children from the root, can be put before everything else. It is the
+//! chain that the drafter itself would propose, which a best-first tree may leave unfinished.
 
 use std::collections::BinaryHeap;
 
@@ -37,8 +52,8 @@ pub enum DraftScores<'a> {
     Lattice {
         /// `[L, K]` i32, distinct at each depth; negative = no candidate. K is at most 4096.
         tokens: TensorRef<'a>,
-        /// `[L, K]` f32, unnormalised.
-        scores: TensorRef<'a>,
+        /// `[L, K]` f32, unnormalised; `None` is 0 and needs transitions.
+        scores: Option<TensorRef<'a>>,
         /// `[L, K, K]` f32: `[d, i, j]` is added to the score of candidate j at depth d + 1 below
         /// candidate i at depth d; `i` is 0 below the root.
         transitions: Option<TensorRef<'a>>,
@@ -69,6 +84,8 @@ pub struct TreeRequest<'a> {
     pub max_depth: usize,
     /// Candidates per parent that are considered; 1 = the chain of best tokens, 0 = no cap.
     pub candidate_cap: usize,
+    /// The path of best children down to this depth is added before any other node; 0 = none.
+    pub spine_depth: usize,
     /// Nothing grows below these tokens; negative ones are ignored.
     pub stop_tokens: &'a [i32],
     /// Stop tokens at a smaller depth than this do not end a path.
@@ -141,7 +158,7 @@ fn check_scores(draft: &DraftScores<'_>) -> Result<usize> {
         }
         DraftScores::Lattice { tokens, scores, transitions } => {
             tokens.want_ndim("candidate_tokens", 2)?;
-            check_lattice(tokens, scores, transitions.as_ref())?;
+            check_lattice(tokens, scores.as_ref(), transitions.as_ref())?;
             Ok(tokens.shape()[0])
         }
     }
@@ -161,7 +178,7 @@ pub(crate) fn check_logits(logits: &TensorRef<'_>) -> Result<()> {
 /// Checks dtypes of a lattice, and shapes against those of `tokens` `[.., K]`.
 pub(crate) fn check_lattice(
     tokens: &TensorRef<'_>,
-    scores: &TensorRef<'_>,
+    scores: Option<&TensorRef<'_>>,
     transitions: Option<&TensorRef<'_>>,
 ) -> Result<()> {
     tokens.want_dtype("candidate_tokens", &[DType::I32])?;
@@ -171,8 +188,13 @@ pub(crate) fn check_lattice(
         }
         _ => {}
     }
-    scores.want_dtype("candidate_scores", &[DType::F32])?;
-    scores.want_shape("candidate_scores", tokens.shape())?;
+    if scores.is_none() && transitions.is_none() {
+        bail!(InvalidValue, "candidate_scores and transition_scores: got neither, want at least one");
+    }
+    if let Some(scores) = scores {
+        scores.want_dtype("candidate_scores", &[DType::F32])?;
+        scores.want_shape("candidate_scores", tokens.shape())?;
+    }
     if let Some(transitions) = transitions {
         let shape = [tokens.shape(), tokens.shape().last().map_or(&[], std::slice::from_ref)].concat();
         transitions.want_dtype("transition_scores", &[DType::F32])?;
@@ -261,7 +283,8 @@ impl<'a> Candidates<'a> {
 struct Lattice<'a> {
     /// `[depths][K]`
     tokens: Vec<Vec<i32>>,
-    scores: TensorRef<'a>,
+    width: usize,
+    scores: Option<TensorRef<'a>>,
     transitions: Option<TensorRef<'a>>,
     scorings: Vec<Scoring>,
     max_children: usize,
@@ -270,7 +293,7 @@ struct Lattice<'a> {
 impl<'a> Lattice<'a> {
     fn new(
         tokens: TensorRef<'a>,
-        scores: TensorRef<'a>,
+        scores: Option<TensorRef<'a>>,
         transitions: Option<TensorRef<'a>>,
         scorings: Vec<Scoring>,
         max_children: usize,
@@ -290,16 +313,12 @@ impl<'a> Lattice<'a> {
             }
             rows.push(row);
         }
-        Ok(Self { tokens: rows, scores, transitions, scorings, max_children })
-    }
-
-    fn width(&self) -> usize {
-        self.scores.shape()[1]
+        Ok(Self { tokens: rows, width, scores, transitions, scorings, max_children })
     }
 
     /// The score of candidate `column` of row `depth` below candidate `parent` of the row before.
     fn x(&self, depth: usize, parent: usize, column: usize) -> f32 {
-        let mut score = self.scores.get_f32(&[depth, column]);
+        let mut score = self.scores.map_or(0.0, |scores| scores.get_f32(&[depth, column]));
         if let Some(transitions) = self.transitions {
             score += transitions.get_f32(&[depth, parent, column]);
         }
@@ -329,7 +348,7 @@ impl<'a> Lattice<'a> {
             .collect();
         children.sort_unstable_by_key(|child| scores::candidate_key(child.score, child.token as u32));
         // the vocabulary always has more than a full list
-        let is_cut = children.len() == self.width() && self.width() < self.max_children;
+        let is_cut = children.len() == self.width && self.width < self.max_children;
         children.truncate(self.max_children);
         ChildList { children, is_cut }
     }
@@ -363,21 +382,25 @@ struct Node {
     column: usize,
     /// Index of its child list, if it may have children.
     list: Option<usize>,
+    is_spine: bool,
 }
 
-/// The possible next node, as one number whose maximum is the next node.
+/// The possible next node, whose maximum is the next node: the spine, then by score and place.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Entry(u64);
+struct Entry {
+    is_spine: bool,
+    key: u64,
+}
 
 impl Entry {
-    fn new(score: i32, parent: usize, sibling: usize) -> Self {
+    fn new(is_spine: bool, score: i32, parent: usize, sibling: usize) -> Self {
         let score = (i64::from(score) - i64::from(i32::MIN)) as u64;
-        Self(score << 32 | (0xffff - parent as u64) << 16 | (0xffff - sibling as u64))
+        Self { is_spine, key: score << 32 | (0xffff - parent as u64) << 16 | (0xffff - sibling as u64) }
     }
 
     /// Best-first rank of the parent, and rank among its children.
     fn place(self) -> (usize, usize) {
-        (0xffff - (self.0 >> 16 & 0xffff) as usize, 0xffff - (self.0 & 0xffff) as usize)
+        (0xffff - (self.key >> 16 & 0xffff) as usize, 0xffff - (self.key & 0xffff) as usize)
     }
 }
 
@@ -412,6 +435,7 @@ impl<'a> Builder<'a> {
             score: 0,
             column: 0,
             list: None,
+            is_spine: true,
         });
         self.open(0);
         if self.depth_limit > 0 && self.heap.is_empty() {
@@ -451,7 +475,9 @@ impl<'a> Builder<'a> {
         let node = &self.nodes[parent];
         let child = node.list.and_then(|list| self.lists[list].children.get(sibling));
         if let Some(child) = child {
-            self.heap.push(Entry::new(scores::extend_path(node.score, child.score), parent, sibling));
+            let is_spine = node.is_spine && sibling == 0 && node.depth < self.request.spine_depth;
+            let score = scores::extend_path(node.score, child.score);
+            self.heap.push(Entry::new(is_spine, score, parent, sibling));
         }
     }
 
@@ -472,6 +498,7 @@ impl<'a> Builder<'a> {
             score: scores::extend_path(above.score, child.score),
             column: child.column,
             list: None,
+            is_spine: entry.is_spine,
         };
         self.nodes.push(node);
         self.offer(parent, sibling + 1);

@@ -138,6 +138,7 @@ fn best_first(target: &Target, prefix: &[usize], rng: &mut Rng) -> Draft {
         node_budget: rng.below(13),
         max_depth: DEPTH,
         candidate_cap: 0,
+        spine_depth: 0,
         stop_tokens: &[],
         stop_min_depth: 0,
         noise: None,

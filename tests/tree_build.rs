@@ -22,6 +22,7 @@ fn request(node_budget: usize) -> TreeRequest<'static> {
         node_budget,
         max_depth: 32,
         candidate_cap: 0,
+        spine_depth: 0,
         stop_tokens: &[],
         stop_min_depth: 0,
         noise: None,
@@ -85,6 +86,11 @@ fn logit() -> impl Strategy<Value = f32> {
     ]
 }
 
+/// Depths of a spine; most trees have none.
+fn spine() -> impl Strategy<Value = usize> {
+    prop::sample::select(vec![0usize, 0, 0, 1, 2, 5, 32, usize::MAX])
+}
+
 fn tied_logit() -> impl Strategy<Value = f32> {
     prop::sample::select(vec![0.0f32, 0.0, 0.0, -1.0])
 }
@@ -111,16 +117,20 @@ proptest! {
         stops in prop::collection::vec(-1i32..14, 0..3),
         stop_min_depth in 0i32..4,
         scales in prop::option::of(prop::collection::vec(prop::sample::select(vec![0.5f32, 1.0, 1.7]), 5)),
+        spine_depth in spine(),
     ) {
         let scale = |d: usize| scales.as_ref().map_or(1.0, |scales| scales[d]);
         let children = sorted_depths(&logits, v, scale);
-        let picked = reference::brute_force(
+        let picked = reference::brute_force_with_spine(
+            spine_depth,
             budget,
             l.min(cap),
             |depth, _| capped(&children[depth], candidate_cap),
             |token, depth| stops.contains(&token) && depth as i32 >= stop_min_depth,
         );
-        let request = TreeRequest { max_depth: cap, candidate_cap, stop_tokens: &stops, stop_min_depth, ..request(budget) };
+        let request = TreeRequest {
+            max_depth: cap, candidate_cap, spine_depth, stop_tokens: &stops, stop_min_depth, ..request(budget)
+        };
         let draft = DraftScores::Logits { logits: TensorRef::new(&logits, &[l, v]).unwrap(), max_candidates: 0 };
         let built = tree_build(&draft, scales.as_deref().map(|scales| &scales[..l]), &request).unwrap();
         assert_same(&built, &picked);
@@ -324,6 +334,7 @@ proptest! {
         with_transitions: bool,
         scale in prop::sample::select(vec![1.0f32, 0.6]),
         cap in prop::sample::select(vec![0usize, 0, 1, 3]),
+        spine_depth in spine(),
     ) {
         let x = |d: usize, i: usize, j: usize| {
             let score = scores[d * k + j];
@@ -332,16 +343,16 @@ proptest! {
         };
         let row = |d: usize, i: usize| -> Vec<f32> { (0..k).map(|j| x(d, i, j)).collect() };
         let children = |d: usize, i: usize| reference::lattice_children(&tokens[d * k..(d + 1) * k], &row(d, i));
-        let picked = reference::brute_force(
-            budget, l, |d, i| capped(&children(d, i), cap), |token, _| token == 4,
+        let picked = reference::brute_force_with_spine(
+            spine_depth, budget, l, |d, i| capped(&children(d, i), cap), |token, _| token == 4,
         );
 
         let draft = DraftScores::Lattice {
             tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
-            scores: TensorRef::new(&scores, &[l, k]).unwrap(),
+            scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
             transitions: with_transitions.then(|| TensorRef::new(&transitions, &[l, k, k]).unwrap()),
         };
-        let request = TreeRequest { stop_tokens: &[4], candidate_cap: cap, ..request(budget) };
+        let request = TreeRequest { stop_tokens: &[4], candidate_cap: cap, spine_depth, ..request(budget) };
         let built = tree_build(&draft, Some(&vec![scale; l]), &request).unwrap();
         assert_same(&built, &picked);
 
@@ -364,7 +375,7 @@ proptest! {
         let build = |transitions: Option<TensorRef<'_>>| {
             let draft = DraftScores::Lattice {
                 tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
-                scores: TensorRef::new(&scores, &[l, k]).unwrap(),
+                scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
                 transitions,
             };
             tree_build(&draft, None, &request(budget)).unwrap()
@@ -372,6 +383,166 @@ proptest! {
         let (with, without) = (build(Some(TensorRef::new(&zeros, &[l, k, k]).unwrap())), build(None));
         prop_assert_eq!(with.tree, without.tree);
         prop_assert_eq!(with.path_scores, without.path_scores);
+    }
+
+    /// A head that gives one sum per pair needs no scores beside it.
+    #[test]
+    fn transitions_may_hold_the_scores(
+        (l, k, tokens, scores, transitions) in lattice(), budget in 0usize..40, spine_depth in spine(),
+    ) {
+        let sums: Vec<f32> =
+            transitions.iter().enumerate().map(|(at, t)| scores[at / (k * k) * k + at % k] + t).collect();
+        let build = |scores: Option<&[f32]>, transitions: &[f32]| {
+            let draft = DraftScores::Lattice {
+                tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
+                scores: scores.map(|scores| TensorRef::new(scores, &[l, k]).unwrap()),
+                transitions: Some(TensorRef::new(transitions, &[l, k, k]).unwrap()),
+            };
+            tree_build(&draft, None, &TreeRequest { spine_depth, ..request(budget) }).unwrap()
+        };
+        prop_assert_eq!(build(Some(&scores), &transitions), build(None, &sums));
+    }
+
+    /// A reduced draft vocabulary: ids that keep their order rename the tree and change nothing else.
+    #[test]
+    fn mapped_ids_rename_the_tree(
+        (l, k, tokens, scores, transitions) in lattice(),
+        gaps in prop::collection::vec(1i32..30_000, 9),
+        budget in 0usize..40,
+    ) {
+        let target: Vec<i32> = gaps.iter().scan(-1, |id, gap| { *id += gap; Some(*id) }).collect();
+        let mapped: Vec<i32> =
+            tokens.iter().map(|&token| usize::try_from(token).map_or(-1, |token| target[token])).collect();
+        let build = |tokens: &[i32]| {
+            let draft = DraftScores::Lattice {
+                tokens: TensorRef::new(tokens, &[l, k]).unwrap(),
+                scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
+                transitions: Some(TensorRef::new(&transitions, &[l, k, k]).unwrap()),
+            };
+            tree_build(&draft, None, &request(budget)).unwrap()
+        };
+        let mut want = build(&tokens);
+        want.tree.tokens[1..].iter_mut().for_each(|token| *token = target[*token as usize]);
+        prop_assert_eq!(build(&mapped), want);
+    }
+
+    /// The spine is the chain that one candidate per parent gives; what follows is best first.
+    #[test]
+    fn a_spine_is_the_chain_of_best_children(
+        (l, k, tokens, scores, transitions) in lattice(),
+        budget in 0usize..40,
+        spine_depth in 0usize..6,
+        sampled in prop::option::of(target_noise()),
+    ) {
+        let draft = DraftScores::Lattice {
+            tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
+            scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
+            transitions: Some(TensorRef::new(&transitions, &[l, k, k]).unwrap()),
+        };
+        let build = |budget, spine_depth, candidate_cap| {
+            let request = TreeRequest { noise: sampled, spine_depth, candidate_cap, ..request(budget) };
+            tree_build(&draft, None, &request).unwrap()
+        };
+        let BuiltTree { tree, path_scores, .. } = build(budget, spine_depth, 0);
+        let chain = build(budget.min(spine_depth), 0, 1).tree;
+        let on_spine = chain.num_nodes();
+        prop_assert_eq!(&tree.tokens[..on_spine], &chain.tokens[..]);
+        prop_assert_eq!(&tree.parents[..on_spine], &chain.parents[..]);
+        prop_assert_eq!(&tree.pop_ranks[..on_spine], &chain.pop_ranks[..]);
+        let mut by_rank: Vec<_> = tree.pop_ranks.iter().zip(&path_scores).collect();
+        by_rank.sort_unstable();
+        prop_assert!(by_rank[on_spine..].windows(2).all(|pair| pair[0].1 >= pair[1].1));
+        // nested in the budget, as without a spine
+        let ranked = |built: &BuiltTree, count: usize| -> Vec<(i32, i32)> {
+            let tree = &built.tree;
+            let mut nodes: Vec<_> = tree.pop_ranks.iter().copied().zip(tree.tokens.iter().copied()).collect();
+            nodes.sort_unstable();
+            nodes.truncate(count);
+            nodes
+        };
+        let large = build(budget, spine_depth, 0);
+        for smaller in 0..large.tree.num_nodes() {
+            prop_assert_eq!(ranked(&build(smaller, spine_depth, 0), usize::MAX), ranked(&large, smaller + 1));
+        }
+    }
+}
+
+/// All paths of a lattice, scored in f64 by the formula alone: no fixed point, no search.
+#[test]
+fn conditioned_trees_are_the_best_of_all_paths() {
+    let seed = fresh_seed();
+    let mut rng = Rng(seed);
+    let mut checked = 0;
+    for case in 0..400 {
+        let (l, k, budget) = (1 + rng.below(4), 1 + rng.below(5), 1 + rng.below(30));
+        let mut draw = |count: usize| -> Vec<f32> { (0..count).map(|_| 2.0 * rng.normal() as f32).collect() };
+        let (scores, transitions) = (draw(l * k), draw(l * k * k));
+        let tokens: Vec<i32> = (0..l * k).map(|i| 50 - i as i32).collect();
+        let mut all: Vec<(f64, Vec<i32>)> = Vec::new();
+        let mut level: Vec<(f64, Vec<usize>)> = vec![(0.0, Vec::new())];
+        for d in 0..l {
+            let mut below = Vec::new();
+            for (score, path) in &level {
+                let parent = path.last().copied().unwrap_or(0);
+                let x = |j: usize| f64::from(scores[d * k + j] + transitions[(d * k + parent) * k + j]);
+                let ln_z = (0..k).map(|j| x(j).exp()).sum::<f64>().ln();
+                for j in 0..k {
+                    below.push((score + x(j) - ln_z, [&path[..], &[j]].concat()));
+                }
+            }
+            let named = |path: &[usize]| path.iter().enumerate().map(|(d, j)| tokens[d * k + j]).collect();
+            all.extend(below.iter().map(|(score, path)| (*score, named(path))));
+            level = below;
+        }
+        all.sort_by(|a, b| b.0.total_cmp(&a.0));
+        all.truncate(budget + 1);
+        // fixed point may swap neighbours that are closer than this
+        if all.windows(2).any(|pair| pair[0].0 - pair[1].0 < 1e-5) {
+            continue;
+        }
+        checked += 1;
+        let draft = DraftScores::Lattice {
+            tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
+            scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
+            transitions: Some(TensorRef::new(&transitions, &[l, k, k]).unwrap()),
+        };
+        let BuiltTree { tree, path_scores, .. } = tree_build(&draft, None, &request(budget)).unwrap();
+        let mut got = vec![(0.0, Vec::new()); tree.num_nodes()];
+        let mut paths: Vec<Vec<i32>> = vec![Vec::new()];
+        for i in 1..tree.num_nodes() {
+            paths.push([&paths[tree.parents[i] as usize][..], &[tree.tokens[i]]].concat());
+            got[tree.pop_ranks[i] as usize] = (f64::from(path_scores[i]) / 2f64.powi(21), paths[i].clone());
+        }
+        let want = &all[..budget.min(all.len())];
+        assert_eq!(got.len() - 1, want.len(), "seed {seed}, case {case}");
+        for (rank, (got, want)) in got[1..].iter().zip(want).enumerate() {
+            assert_eq!(got.1, want.1, "seed {seed}, case {case}, rank {}", rank + 1);
+            assert!((got.0 - want.0).abs() < 1e-5, "seed {seed}, case {case}: {got:?}, {want:?}");
+        }
+    }
+    assert!(checked > 300, "seed {seed}: only {checked} cases without near ties");
+}
+
+/// A lattice of the whole vocabulary without parents is that vocabulary. The scores of one make its
+/// normaliser exact in any order, ties included, so every bit agrees.
+#[test]
+fn a_lattice_of_everything_without_pairs_is_the_marginal_tree() {
+    let seed = fresh_seed();
+    let mut rng = Rng(seed);
+    for case in 0..60 {
+        let (l, v, budget) = (1 + rng.below(5), 1 + rng.below(40), rng.below(80));
+        let logits: Vec<f32> = (0..l * v).map(|_| [0.0, -100.0, f32::NAN][rng.below(5) / 2]).collect();
+        let tokens: Vec<i32> = (0..l * v).map(|i| (i % v) as i32).collect();
+        let zeros = vec![0.0f32; l * v * v];
+        let draft = DraftScores::Lattice {
+            tokens: TensorRef::new(&tokens, &[l, v]).unwrap(),
+            scores: Some(TensorRef::new(&logits, &[l, v]).unwrap()),
+            transitions: Some(TensorRef::new(&zeros, &[l, v, v]).unwrap()),
+        };
+        let built = tree_build(&draft, None, &request(budget)).unwrap();
+        let marginal = from_logits(&logits, [l, v], &request(budget));
+        assert_eq!(built.tree, marginal.tree, "seed {seed}, case {case}");
+        assert_eq!(built.path_scores, marginal.path_scores, "seed {seed}, case {case}");
     }
 }
 
@@ -440,12 +611,20 @@ fn one_candidate_per_depth_is_a_chain() {
     let tokens: Vec<i32> = (0..15).collect();
     let draft = DraftScores::Lattice {
         tokens: TensorRef::new(&tokens, &[15, 1]).expect("a matrix"),
-        scores: TensorRef::new(&[0.0f32; 15], &[15, 1]).expect("a matrix"),
+        scores: Some(TensorRef::new(&[0.0f32; 15], &[15, 1]).expect("a matrix")),
         transitions: None,
     };
     let built = tree_build(&draft, None, &request(9)).expect("a tree");
     assert_eq!(built.tree.parents, (-1..9).collect::<Vec<i32>>());
     assert!(built.path_scores.iter().all(|&score| score == 0));
+
+    let pairs = noise(15, 4);
+    let draft = DraftScores::Lattice {
+        tokens: TensorRef::new(&tokens, &[15, 1]).expect("a matrix"),
+        scores: None,
+        transitions: Some(TensorRef::new(&pairs, &[15, 1, 1]).expect("a lattice")),
+    };
+    assert_eq!(tree_build(&draft, None, &request(9)).expect("a tree"), built);
 }
 
 #[test]
@@ -521,6 +700,7 @@ proptest! {
         noise in target_noise(),
         budget in 0usize..40,
         with_transitions: bool,
+        spine_depth in spine(),
     ) {
         let row = |d: usize, i: usize| -> Vec<f32> {
             let mut by_token = vec![f32::NEG_INFINITY; 9];
@@ -532,13 +712,14 @@ proptest! {
             (0..k).map(|j| usize::try_from(tokens[d * k + j]).map_or(0.0, |token| noised[token])).collect()
         };
         let children = |d: usize, i: usize| reference::lattice_children(&tokens[d * k..(d + 1) * k], &row(d, i));
-        let picked = reference::brute_force(budget, l, children, |_, _| false);
+        let picked = reference::brute_force_with_spine(spine_depth, budget, l, children, |_, _| false);
         let draft = DraftScores::Lattice {
             tokens: TensorRef::new(&tokens, &[l, k]).unwrap(),
-            scores: TensorRef::new(&scores, &[l, k]).unwrap(),
+            scores: Some(TensorRef::new(&scores, &[l, k]).unwrap()),
             transitions: with_transitions.then(|| TensorRef::new(&transitions, &[l, k, k]).unwrap()),
         };
-        let built = tree_build(&draft, None, &TreeRequest { noise: Some(noise), ..request(budget) }).unwrap();
+        let request = TreeRequest { noise: Some(noise), spine_depth, ..request(budget) };
+        let built = tree_build(&draft, None, &request).unwrap();
         assert_same(&built, &picked);
     }
 }
@@ -666,7 +847,7 @@ fn bad_arguments_are_named() {
     let tokens = [3i32, -1, -1, 3, 5, 3];
     let lattice = |shape: &[usize], scores_shape: &[usize]| DraftScores::Lattice {
         tokens: TensorRef::new(&tokens, shape).expect("fits"),
-        scores: TensorRef::new(&data, scores_shape).expect("fits"),
+        scores: Some(TensorRef::new(&data, scores_shape).expect("fits")),
         transitions: None,
     };
     let (status, text) = fails(lattice(&[2, 3], &[2, 3]), None, request(3));
@@ -675,8 +856,13 @@ fn bad_arguments_are_named() {
     assert_eq!(fails(lattice(&[2, 3], &[3, 2]), None, request(3)).0, Status::InvalidShape);
     let draft = DraftScores::Lattice {
         tokens: TensorRef::new(&data, &[3, 4]).expect("fits"),
-        scores: TensorRef::new(&data, &[3, 4]).expect("fits"),
+        scores: Some(TensorRef::new(&data, &[3, 4]).expect("fits")),
         transitions: None,
     };
     assert_eq!(fails(draft, None, request(3)).0, Status::InvalidDtype);
+    let tokens = TensorRef::new(&tokens, &[2, 3]).expect("fits");
+    let (status, text) =
+        fails(DraftScores::Lattice { tokens, scores: None, transitions: None }, None, request(3));
+    assert_eq!(status, Status::InvalidValue);
+    assert_eq!(text, "candidate_scores and transition_scores: got neither, want at least one");
 }

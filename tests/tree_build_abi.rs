@@ -24,13 +24,14 @@ struct Arguments {
     node_budgets: Vec<i32>,
     depth_caps: Vec<i32>,
     candidate_caps: Vec<i32>,
+    spine_depths: Vec<i32>,
     stop_tokens: Vec<i32>,
     stop_min_depths: Vec<i32>,
     depth_scales: Vec<f32>,
     seeds: Vec<i64>,
     temperatures: Vec<f32>,
     /// Which of the optional arrays are passed.
-    given: [bool; 7],
+    given: [bool; 8],
 }
 
 impl Arguments {
@@ -41,12 +42,13 @@ impl Arguments {
             node_budgets: vec![7; num_reqs],
             depth_caps: vec![9; num_reqs],
             candidate_caps: vec![0; num_reqs],
+            spine_depths: vec![0; num_reqs],
             stop_tokens: vec![-1; num_reqs * STOPS],
             stop_min_depths: vec![0; num_reqs],
             depth_scales: vec![1.0; num_depths],
             seeds: vec![7; num_reqs],
             temperatures: vec![0.0; num_reqs],
-            given: [true; 7],
+            given: [true; 8],
         }
     }
 
@@ -77,6 +79,7 @@ impl Arguments {
             tree,
             tree_index: ABSENT,
             temperatures: optional(self.given[6], &self.temperatures),
+            spine_depths: optional(self.given[7], &self.spine_depths),
         }
     }
 
@@ -92,6 +95,7 @@ impl Arguments {
             node_budget: budget as usize,
             max_depth: MAX_DEPTH.min(if self.given[2] { self.depth_caps[r] as usize } else { usize::MAX }),
             candidate_cap: if self.given[3] { self.candidate_caps[r].max(0) as usize } else { 0 },
+            spine_depth: if self.given[7] { self.spine_depths[r].max(0) as usize } else { 0 },
             stop_tokens: if self.given[4] { &self.stop_tokens[r * STOPS..(r + 1) * STOPS] } else { &[] },
             stop_min_depth: if self.given[5] { self.stop_min_depths[r] } else { 0 },
             noise: (self.given[6] && self.temperatures[r] > 0.0)
@@ -109,19 +113,19 @@ fn arguments(num_reqs: usize, num_depths: usize) -> impl Strategy<Value = Argume
         (vec(0i32..1000, num_reqs), vec(0i64..1 << 50, num_reqs)),
         vec(prop_oneof![Just(-1i32), 0i32..MAX_NODES as i32], num_reqs),
         vec(0i32..6, num_reqs),
-        vec(-1i32..4, num_reqs),
+        (vec(-1i32..4, num_reqs), vec(prop::sample::select(&[i32::MIN, 0, 1, 3, i32::MAX][..]), num_reqs)),
         vec(-1i32..9, num_reqs * STOPS),
         vec(-1i32..4, num_reqs),
         vec(0.25f32..4.0, num_depths),
         vec((any::<i64>(), prop::sample::select(&[0.0f32, -0.0, 0.6, 1.0, 3.0][..])), num_reqs),
-        prop::array::uniform7(any::<bool>()),
+        prop::array::uniform8(any::<bool>()),
     )
         .prop_map(
             |(
                 (root_tokens, root_positions),
                 node_budgets,
                 depth_caps,
-                candidate_caps,
+                (candidate_caps, spine_depths),
                 stop_tokens,
                 stop_min_depths,
                 depth_scales,
@@ -135,6 +139,7 @@ fn arguments(num_reqs: usize, num_depths: usize) -> impl Strategy<Value = Argume
                     node_budgets,
                     depth_caps,
                     candidate_caps,
+                    spine_depths,
                     stop_tokens,
                     stop_min_depths,
                     depth_scales,
@@ -243,10 +248,12 @@ proptest! {
         (r, l) in (0usize..4, 0usize..6),
         seed in prop::collection::vec(logit(), 600),
         with_transitions: bool,
-        given in prop::array::uniform7(any::<bool>()),
+        with_scores: bool,
+        given in prop::array::uniform8(any::<bool>()),
     ) {
         const K: usize = 3;
-        let arguments = Arguments { given, ..Arguments::new(r, l) };
+        let with_scores = with_scores || !with_transitions;
+        let arguments = Arguments { given, spine_depths: vec![3, 0, 1, 9][..r].to_vec(), ..Arguments::new(r, l) };
         let take = |count: usize, from: usize| -> Vec<f32> { seed[from..].iter().copied().cycle().take(count).collect() };
         let tokens: Vec<i32> = (0..r * l * K).map(|i| if i % 7 == 0 { -1 } else { 40 - i as i32 }).collect();
         let scores = take(r * l * K, 0);
@@ -256,7 +263,7 @@ proptest! {
                 let row = |size: usize| r * l * size..(r + 1) * l * size;
                 arguments.expected(r, &DraftScores::Lattice {
                     tokens: TensorRef::new(&tokens[row(K)], &[l, K]).unwrap(),
-                    scores: TensorRef::new(&scores[row(K)], &[l, K]).unwrap(),
+                    scores: with_scores.then(|| TensorRef::new(&scores[row(K)], &[l, K]).unwrap()),
                     transitions: with_transitions
                         .then(|| TensorRef::new(&transitions[row(K * K)], &[l, K, K]).unwrap()),
                 })
@@ -266,7 +273,7 @@ proptest! {
         let mut tree = buffers.raw();
         let params = ddt_tree_build_params {
             candidate_tokens: tensor(&tokens, &[r, l, K]),
-            candidate_scores: tensor(&scores, &[r, l, K]),
+            candidate_scores: if with_scores { tensor(&scores, &[r, l, K]) } else { ABSENT },
             transition_scores: if with_transitions { tensor(&transitions, &[r, l, K, K]) } else { ABSENT },
             ..arguments.params(&mut tree)
         };
@@ -413,6 +420,7 @@ fn values_out_of_range_are_refused() {
         |p| p.depth_scales = p.depth_scales.wrapping_byte_add(2),
         |p| p.seeds = p.seeds.wrapping_byte_add(4),
         |p| p.temperatures = p.temperatures.wrapping_byte_add(1),
+        |p| p.spine_depths = p.spine_depths.wrapping_byte_add(2),
         |p| p.tree = p.tree.wrapping_byte_add(4),
         |p| p.logits.data = p.logits.data.wrapping_byte_add(1),
     ] {
@@ -476,9 +484,9 @@ fn hostile_lattices_are_refused() {
     };
     let shape = DDT_INVALID_SHAPE;
     check(
-        with(&|p| p.candidate_scores = ABSENT),
-        DDT_NULL_POINTER,
-        "candidate_scores: got an absent tensor (data NULL, dtype 0), want one of 3 dimensions",
+        with(&|p| (p.candidate_scores, p.transition_scores) = (ABSENT, ABSENT)),
+        DDT_INVALID_VALUE,
+        "candidate_scores and transition_scores: got neither, want at least one",
     );
     check(
         with(&|p| p.candidate_scores = tensor(&scores[..12], &[3, 2, 2])),
@@ -564,7 +572,10 @@ fn parameter_structs_of_other_versions() {
     assert_eq!(run(known + 16, garbage_behind), DDT_OK);
     assert_eq!(run(known + 24, garbage_behind), DDT_UNSUPPORTED);
     assert_eq!(run(known + 64, last_byte), DDT_UNSUPPORTED);
-    // an older one, without temperatures: seeds meant nothing yet
+    // an older one, without spine_depths
+    let no_spine = std::mem::offset_of!(ddt_tree_build_params, spine_depths) as u32;
+    assert_eq!(run_with(true, no_spine, [0; 64]), DDT_OK);
+    // without temperatures: seeds meant nothing yet
     let older = std::mem::offset_of!(ddt_tree_build_params, temperatures) as u32;
     assert_eq!(run_with(true, older, [0; 64]), DDT_INVALID_VALUE);
     assert_eq!(run_with(true, known, [0; 64]), DDT_OK);

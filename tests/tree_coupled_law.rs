@@ -111,6 +111,7 @@ fn generate(target: &Target, mode: Mode, seed: i64, budget: usize) -> (usize, us
             node_budget: budget,
             max_depth: depths,
             candidate_cap: 0,
+            spine_depth: 0,
             stop_tokens: &[],
             stop_min_depth: 0,
             noise: (mode != Mode::Match).then_some(noise),

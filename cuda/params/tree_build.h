@@ -31,7 +31,7 @@ struct ddt_cuda_child_list {
 struct ddt_cuda_tree_build {
   // [R][L][V]
   struct ddt_cuda_view logits;
-  // [R][L][K], [R][L][K], [R][L][K][K]
+  // [R][L][K], [R][L][K], [R][L][K][K]; one of the last two may be absent
   struct ddt_cuda_view candidate_tokens;
   struct ddt_cuda_view candidate_scores;
   struct ddt_cuda_view transition_scores;
@@ -64,6 +64,7 @@ struct ddt_cuda_tree_build {
   const int32_t *node_budgets;
   const int32_t *depth_caps;
   const int32_t *candidate_caps;
+  const int32_t *spine_depths;
   // [R][max_stop_tokens]
   const int32_t *stop_tokens;
   const int32_t *stop_min_depths;

@@ -815,6 +815,7 @@ pub struct ddt_cuda_tree_build {
     pub node_budgets: *const i32,
     pub depth_caps: *const i32,
     pub candidate_caps: *const i32,
+    pub spine_depths: *const i32,
     pub stop_tokens: *const i32,
     pub stop_min_depths: *const i32,
     pub seeds: *const i64,
@@ -833,7 +834,7 @@ pub struct ddt_cuda_tree_build {
 const _: () = {
     [
         "Size of ddt_cuda_tree_build",
-    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 544usize];
+    ][::std::mem::size_of::<ddt_cuda_tree_build>() - 552usize];
     [
         "Alignment of ddt_cuda_tree_build",
     ][::std::mem::align_of::<ddt_cuda_tree_build>() - 8usize];
@@ -907,44 +908,47 @@ const _: () = {
         "Offset of field: ddt_cuda_tree_build::candidate_caps",
     ][::std::mem::offset_of!(ddt_cuda_tree_build, candidate_caps) - 328usize];
     [
+        "Offset of field: ddt_cuda_tree_build::spine_depths",
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, spine_depths) - 336usize];
+    [
         "Offset of field: ddt_cuda_tree_build::stop_tokens",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_tokens) - 336usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_tokens) - 344usize];
     [
         "Offset of field: ddt_cuda_tree_build::stop_min_depths",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 344usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, stop_min_depths) - 352usize];
     [
         "Offset of field: ddt_cuda_tree_build::seeds",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, seeds) - 352usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, seeds) - 360usize];
     [
         "Offset of field: ddt_cuda_tree_build::temperatures",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, temperatures) - 360usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, temperatures) - 368usize];
     [
         "Offset of field: ddt_cuda_tree_build::arrived",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 368usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, arrived) - 376usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 376usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_max) - 384usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_sum",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 384usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_sum) - 392usize];
     [
         "Offset of field: ddt_cuda_tree_build::chunk_usable",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 392usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, chunk_usable) - 400usize];
     [
         "Offset of field: ddt_cuda_tree_build::block_max",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 400usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, block_max) - 408usize];
     [
         "Offset of field: ddt_cuda_tree_build::lists",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 408usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, lists) - 416usize];
     [
         "Offset of field: ddt_cuda_tree_build::keys",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 416usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, keys) - 424usize];
     [
         "Offset of field: ddt_cuda_tree_build::columns",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 424usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, columns) - 432usize];
     [
         "Offset of field: ddt_cuda_tree_build::tree",
-    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 432usize];
+    ][::std::mem::offset_of!(ddt_cuda_tree_build, tree) - 440usize];
 };
 pub const DDT_CUDA_TREE_GATHER_THREADS: _bindgen_ty_9 = 256;
 pub type _bindgen_ty_9 = ::std::os::raw::c_uint;

@@ -209,6 +209,7 @@ pub(crate) unsafe fn launch(
         node_budgets: per_request(params.node_budgets, "node_budgets")?,
         depth_caps: per_request(params.depth_caps, "depth_caps")?,
         candidate_caps: per_request(params.candidate_caps, "candidate_caps")?,
+        spine_depths: per_request(params.spine_depths, "spine_depths")?,
         stop_tokens: ptr::device_array(params.stop_tokens, num_stop_tokens, "stop_tokens")?,
         stop_min_depths: per_request(params.stop_min_depths, "stop_min_depths")?,
         seeds: ptr::optional_device_array(params.seeds, num_reqs, "seeds")?,
@@ -274,7 +275,7 @@ pub(crate) unsafe fn launch(
         }
         BatchScores::Lattice { tokens, scores, transitions } => {
             kernel_params.candidate_tokens = View::of(tokens);
-            kernel_params.candidate_scores = View::of(scores);
+            kernel_params.candidate_scores = View::optional(scores.as_ref());
             kernel_params.transition_scores = View::optional(transitions.as_ref());
             let width = tokens.shape()[2];
             kernel_params.num_candidates = width as i32;

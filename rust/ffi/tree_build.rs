@@ -22,15 +22,21 @@ use crate::tree_build::{
 /// backend builds the same tree, ties included. The tree of a smaller budget is the first nodes in
 /// pop order. NaN, +inf and -inf scores mean "never".
 ///
+/// From logits the depths are independent (DDTree, <https://arxiv.org/abs/2604.12989>). In a
+/// candidate lattice with transition_scores each edge is conditioned on its parent: its
+/// log-probability is the log-softmax, over the K candidates of its depth, of candidate_scores plus
+/// the parent's row of transition_scores (as <https://github.com/slin-zhq/Domino-Tree> ranks
+/// paths). With zeros there the tree is that of candidate_scores alone.
+///
 /// Writes: every field of tree that is not NULL, for the trees that tree_index names. Scores are
 /// looked at, and flagged in tree.flags, down to the smallest of node_budget, depth_cap, max_depth
 /// and L.
 ///
 /// Errors: DDT_NULL_POINTER, DDT_MISALIGNED, DDT_INVALID_STRUCT. DDT_INVALID_SHAPE (logits,
 /// candidates, tree_index and tree disagree, or V >= 2^31). DDT_INVALID_DTYPE. DDT_INVALID_VALUE
-/// (both or neither of logits and candidates; one of temperatures and seeds without the other; a
-/// budget, cap, scale, temperature or position out of range; a token twice at one depth; a tree that
-/// is not there or named twice). DDT_UNSUPPORTED (unknown flags).
+/// (both or neither of logits and candidates; candidates without any scores; one of temperatures
+/// and seeds without the other; a budget, cap, scale, temperature or position out of range; a token
+/// twice at one depth; a tree that is not there or named twice). DDT_UNSUPPORTED (unknown flags).
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn ddt_tree_build(
@@ -93,7 +99,7 @@ pub(crate) fn check_scalars(params: &ddt_tree_build_params) -> Result<()> {
 /// The scores of a batch; axis 0 is the request.
 pub(crate) enum BatchScores<'a> {
     Logits { logits: TensorRef<'a>, max_candidates: usize },
-    Lattice { tokens: TensorRef<'a>, scores: TensorRef<'a>, transitions: Option<TensorRef<'a>> },
+    Lattice { tokens: TensorRef<'a>, scores: Option<TensorRef<'a>>, transitions: Option<TensorRef<'a>> },
 }
 
 impl<'a> BatchScores<'a> {
@@ -127,10 +133,10 @@ impl<'a> BatchScores<'a> {
                 return Ok(Self::Logits { logits, max_candidates: params.max_candidates as usize });
             }
             let tokens = ptr::tensor(&params.candidate_tokens, 3, "candidate_tokens")?;
-            let scores = ptr::tensor(&params.candidate_scores, 3, "candidate_scores")?;
+            let scores = ptr::optional_tensor(&params.candidate_scores, 3, "candidate_scores")?;
             let transitions = ptr::optional_tensor(&params.transition_scores, 4, "transition_scores")?;
             tokens.want_dim("candidate_tokens", 0, num_reqs, what)?;
-            check_lattice(&tokens, &scores, transitions.as_ref())?;
+            check_lattice(&tokens, scores.as_ref(), transitions.as_ref())?;
             Ok(Self::Lattice { tokens, scores, transitions })
         }
     }
@@ -149,7 +155,7 @@ impl<'a> BatchScores<'a> {
             }
             Self::Lattice { tokens, scores, transitions } => DraftScores::Lattice {
                 tokens: tokens.at(r),
-                scores: scores.at(r),
+                scores: scores.map(|scores| scores.at(r)),
                 transitions: transitions.map(|transitions| transitions.at(r)),
             },
         }
@@ -187,6 +193,7 @@ struct Inputs<'a> {
     node_budgets: Option<&'a [i32]>,
     depth_caps: Option<&'a [i32]>,
     candidate_caps: Option<&'a [i32]>,
+    spine_depths: Option<&'a [i32]>,
     stop_tokens: &'a [i32],
     num_stop_tokens: usize,
     stop_min_depths: Option<&'a [i32]>,
@@ -225,6 +232,7 @@ impl<'a> Inputs<'a> {
                 node_budgets: ptr::optional_input(params.node_budgets, num_reqs, "node_budgets")?,
                 depth_caps: ptr::optional_input(params.depth_caps, num_reqs, "depth_caps")?,
                 candidate_caps: ptr::optional_input(params.candidate_caps, num_reqs, "candidate_caps")?,
+                spine_depths: ptr::optional_input(params.spine_depths, num_reqs, "spine_depths")?,
                 stop_tokens: ptr::input(params.stop_tokens, num_reqs * num_stop_tokens, "stop_tokens")?,
                 num_stop_tokens,
                 stop_min_depths: ptr::optional_input(params.stop_min_depths, num_reqs, "stop_min_depths")?,
@@ -256,6 +264,7 @@ impl<'a> Inputs<'a> {
             node_budget,
             max_depth: depth_cap,
             candidate_cap: self.candidate_caps.map_or(0, |caps| caps[r].max(0) as usize),
+            spine_depth: self.spine_depths.map_or(0, |depths| depths[r].max(0) as usize),
             stop_tokens: &self.stop_tokens[r * self.num_stop_tokens..][..self.num_stop_tokens],
             stop_min_depth: self.stop_min_depths.map_or(0, |depths| depths[r]),
             noise: self.noise(r)?,

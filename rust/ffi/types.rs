@@ -138,7 +138,8 @@ pub struct ddt_tree_build_params {
     pub logits: ddt_tensor,
     /// `[R,L,K]` i32: token ids, distinct at each depth; -1 = no candidate. K is at most 4096.
     pub candidate_tokens: ddt_tensor,
-    /// `[R,L,K]` f32: unnormalised scores of the candidates.
+    /// `[R,L,K]` f32: unnormalised scores of the candidates; 0 if absent, which needs
+    /// transition_scores.
     pub candidate_scores: ddt_tensor,
     /// `[R,L,K,K]` f32, optional: `[r,d,i,j]` is added to the score of candidate j at depth d + 1
     /// when its parent is candidate i at depth d; at d = 0 the parent is the root and i is 0.
@@ -185,6 +186,10 @@ pub struct ddt_tree_build_params {
     /// token id), so that the tree anticipates what the target samples; 0 = as they are. The
     /// normaliser and the candidates are those of the scores with noise.
     pub temperatures: *const f32,
+    /// `[R]` optional: the path of best children from the root down to this depth, the chain that
+    /// candidate_caps = 1 would give, is in the tree, before all other nodes in pop order; <= 0 =
+    /// none. node_budgets, depth_caps and stop tokens limit it as any path.
+    pub spine_depths: *const i32,
 }
 
 /// Parameters of ddt_tree_gather. B = trees to gather, T = rows.

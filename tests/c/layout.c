@@ -34,7 +34,8 @@ AT(ddt_tree_build_params, max_candidates, 388);
 AT(ddt_tree_build_params, tree, 424);
 AT(ddt_tree_build_params, tree_index, 432);
 AT(ddt_tree_build_params, temperatures, 512);
-SIZE(ddt_tree_build_params, 520);
+AT(ddt_tree_build_params, spine_depths, 520);
+SIZE(ddt_tree_build_params, 528);
 
 AT(ddt_tree_gather_params, tree, 16);
 AT(ddt_tree_gather_params, query_start, 104);

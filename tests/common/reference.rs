@@ -196,8 +196,36 @@ pub fn brute_force(
     children: impl Fn(usize, usize) -> Vec<Child>,
     is_stop: impl Fn(i32, usize) -> bool,
 ) -> Vec<Picked> {
+    brute_force_with_spine(0, budget, depth_limit, children, is_stop)
+}
+
+/// The same after the best child of the root, its best child, and so on down to `spine_depth`.
+pub fn brute_force_with_spine(
+    spine_depth: usize,
+    budget: usize,
+    depth_limit: usize,
+    children: impl Fn(usize, usize) -> Vec<Child>,
+    is_stop: impl Fn(i32, usize) -> bool,
+) -> Vec<Picked> {
     let mut picked = vec![Picked { token: -7, parent: 0, depth: 0, score: 0, sibling: 0, column: 0 }];
     let mut taken = std::collections::HashSet::new();
+    for depth in 0..spine_depth.min(budget).min(depth_limit) {
+        let above = &picked[depth];
+        let ends = depth > 0 && is_stop(above.token, depth);
+        let Some(child) = children(depth, above.column).first().copied().filter(|_| !ends) else {
+            break;
+        };
+        let score = (above.score + child.score).max(-2147483647);
+        taken.insert((depth, 0));
+        picked.push(Picked {
+            token: child.token,
+            parent: depth,
+            depth: depth + 1,
+            score,
+            sibling: 0,
+            column: child.column,
+        });
+    }
     while picked.len() <= budget {
         let mut best: Option<Picked> = None;
         for (rank, parent) in picked.iter().enumerate() {

@@ -40,6 +40,7 @@ class Case:
     depth_caps: list[int] | None = None
     candidate_caps: list[int] | None = None
     stop_min_depths: list[int] | None = None
+    spine_depths: list[int] | None = None
     stop_tokens: list[list[int]] | None = None
     depth_scales: list[float] | None = None
     max_candidates: int = 0
@@ -134,7 +135,9 @@ class Call:
         positions = torch.tensor(case.root_positions, dtype=torch.int64, device=device)
         self.keep.append(positions)
         params.root_positions = abi.i64_pointer(positions)
-        for name in ("node_budgets", "depth_caps", "candidate_caps", "stop_min_depths"):
+        for name in (
+            "node_budgets", "depth_caps", "candidate_caps", "stop_min_depths", "spine_depths",
+        ):  # fmt: skip
             if getattr(case, name) is not None:
                 setattr(params, name, self._i32(getattr(case, name)))
         if case.stop_tokens is not None:
@@ -255,6 +258,7 @@ def arguments(
         depth_caps=maybe(lambda: each(0, 1, 2, 5, 15, 32, 2**31 - 1, *[depths] * 3)),
         candidate_caps=maybe(lambda: each(-(2**31), -1, 0, 0, 0, 1, 2, 5, 100, 2**31 - 1)),
         stop_min_depths=maybe(lambda: each(-(2**31), 0, 1, 2, 4, 2**31 - 1)),
+        spine_depths=maybe(lambda: each(-(2**31), 0, 0, 0, 1, 3, depths, 2**31 - 1)),
         stop_tokens=maybe(
             lambda: [
                 [rng.choice([-1, -7, rng.randrange(2**31), *likely[r] * 2]) for _ in range(stops)]
@@ -798,6 +802,8 @@ def make_lattice(
     pairs = draw(requests, depths, width, width) if transitions else None
     if requests and depths and rng.random() < 0.2:
         tokens[0, rng.randrange(depths)] = -1
+    # a head may give one sum per pair
+    is_summed = transitions and bad and rng.random() < 0.25
     likely = [row[row >= 0].tolist()[:6] for row in tokens[:, 0]] if depths else [[3]] * requests
     case = Case(shape, tokens=tokens, scores=scores, transitions=pairs,
                 **arguments(rng, shape, depths, likely, lattice=True))  # fmt: skip
@@ -815,6 +821,8 @@ def make_lattice(
         case.tokens = tokens.permute(1, 2, 0).contiguous().permute(2, 0, 1)
         if transitions:
             case.transitions = pairs.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
+    if is_summed:
+        case.scores = None
     return case
 
 
@@ -839,6 +847,63 @@ def test_deep_lattices(rng: random.Random) -> None:
 
 def test_many_lattices(rng: random.Random) -> None:
     check(make_lattice(rng, 100, 7, 8, transitions=True, max_nodes=64))
+
+
+def test_lattices_that_do_not_fit_into_shared_memory(rng: random.Random) -> None:
+    for width in (32, 33, 64):
+        for max_nodes in (8, 64, 65, 256):
+            check(make_lattice(rng, 3, 32, width, transitions=True, max_nodes=max_nodes))
+
+
+def test_transitions_may_hold_the_scores(rng: random.Random) -> None:
+    case = make_lattice(rng, 4, 7, 16, transitions=True, bad=False)
+    sums = case.scores[:, :, None] + case.transitions
+    alone = replace(case, scores=None, transitions=sums.contiguous())
+    build(alone, DEVICE).assert_same(build(case, DEVICE))
+
+
+def test_zero_transitions_are_no_transitions(rng: random.Random) -> None:
+    for width in (1, 8, 32):
+        case = make_lattice(rng, 4, 7, width, transitions=False)
+        zeros = torch.zeros(4, 7, width, width)
+        build(replace(case, transitions=zeros), DEVICE).assert_same(build(case, DEVICE))
+
+
+# ---- with a spine
+
+
+@pytest.mark.parametrize("max_nodes", [2, 4, 16, 64, 65, 256])
+def test_spines(rng: random.Random, max_nodes: int) -> None:
+    for depths in (1, 2, 7, 15, 32):
+        spines = [0, 1, 3, depths, 2**31 - 1]
+        for case in (
+            make(rng, 5, depths, rng.choice([70, 9000]), max_nodes=max_nodes),
+            make_lattice(rng, 5, depths, 16, True, max_nodes, bad=False),
+            make_lattice(rng, 5, depths, 8, False, max_nodes, palette=True),
+        ):
+            case = replace(case, spine_depths=spines, node_budgets=None)
+            check(case)
+            check(replace(case, temperatures=[1.0] * 5, seeds=list(range(5))))
+
+
+def test_a_spine_is_the_chain_of_best_children(rng: random.Random) -> None:
+    """Over flat scores, of which a best-first tree makes a star."""
+    for budget in (3, 7, 40, 63, 64, 255):
+        flat = torch.rand(1, 7, 3000) * 0.1
+        lattice = make_lattice(rng, 1, 7, 32, True, budget + 1, bad=False)
+        lattice = Case(
+            lattice.shape, [0], [7], tokens=torch.arange(32, dtype=torch.int32).repeat(1, 7, 1),
+            transitions=torch.rand(1, 7, 32, 32) * 0.1,
+        )  # fmt: skip
+        for case in (plain(flat, budget + 1), lattice):
+            depth = min(7, budget)
+            chain = build(replace(case, candidate_caps=[1]), DEVICE).fields()["tokens"]
+            without = build(case, DEVICE).fields()["tokens"]
+            with_spine = build(replace(case, spine_depths=[7]), DEVICE).fields()
+            assert torch.equal(with_spine["tokens"][:, : depth + 1], chain[:, : depth + 1])
+            ranks = list(range(depth + 1))
+            assert with_spine["pop_ranks"][0, : depth + 1].tolist() == ranks
+            assert not torch.equal(without[:, : depth + 1], chain[:, : depth + 1])
 
 
 def test_flags_of_lattices(rng: random.Random) -> None:
@@ -977,6 +1042,7 @@ def test_anything_in_device_memory(rng: random.Random) -> None:
             depth_caps=[0] * 5,
             candidate_caps=[0] * 5,
             stop_min_depths=[0] * 5,
+            spine_depths=[0] * 5,
             stop_tokens=[[0, 0]] * 5,
             depth_scales=[1.0] * 6,
         )
@@ -1130,6 +1196,7 @@ def test_mistakes_get_the_same_answer_on_both_devices(rng: random.Random) -> Non
         assign("tree.max_depth", 33), assign("tree.max_depth", -1), assign("tree.num_reqs", -1),
         assign("tree.struct_size", 4), assign("seeds", lib.ffi.cast("int64_t *", 64)), misalign("root_positions"),
         assign("temperatures", lib.ffi.cast("float *", 64)),
+        misalign("spine_depths"),
         misalign("tree.tokens"), misalign("tree.positions"), misalign("tree.ancestor_bits"), misalign("root_tokens"),
     ]  # fmt: skip
     of_logits = [

@@ -58,6 +58,8 @@ def summary(config):
         "tree_budget": getattr(spec, "tree_budget", None),
         "tree_horizon": getattr(spec, "tree_horizon", None),
         "verify_mode": getattr(spec, "verify_mode", None),
+        "tree_scores": getattr(spec, "tree_scores", None),
+        "tree_spine": getattr(spec, "tree_spine", None),
         "num_speculative_tokens": spec.num_speculative_tokens,
         "lookahead": config.num_lookahead_tokens,
         "draft_slots": spec.max_num_new_slots_for_drafting,

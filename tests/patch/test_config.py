@@ -43,14 +43,25 @@ DRAFTER = DENSE | {
     "block_size": 16,
     "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 1]},
 }
+DFLASH2 = DRAFTER | {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": DRAFTER["dflash_config"] | {"selector_top_k": 16},
+}
+LILICORR = DRAFTER | {
+    "architectures": ["LiLiCorrDraftModel"],
+    "dflash_config": DRAFTER["dflash_config"] | {"lilicorr_candidate_topk": 16, "block_size": 8},
+}
 MODELS = {
     "hybrid": HYBRID,
     "dense": DENSE,
     "drafter": DRAFTER,
     "drafter_block_40": DRAFTER | {"block_size": 40},
     "drafter_without_block": {k: v for k, v in DRAFTER.items() if k != "block_size"},
-    "dflash2": DRAFTER | {"architectures": ["DFlash2DraftModel"]},
-    "lilicorr": DRAFTER | {"architectures": ["LiLiCorrDraftModel"]},
+    "dflash2": DFLASH2,
+    "dflash2_of_half": DFLASH2 | {"draft_vocab_size": 256},
+    "dflash2_without_k": DRAFTER | {"architectures": ["DFlash2DraftModel"]},
+    "lilicorr": LILICORR,
+    "beam": DFLASH2 | {"architectures": ["DFlash2BeamDraftModel"]},
     "dspark": DRAFTER | {"architectures": ["Qwen3DSparkModel"]},
     "xpress": DRAFTER | {"architectures": ["Qwen3XPressModel"]},
     "eagle3": DRAFTER | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
@@ -123,12 +134,38 @@ REFUSED = {
         ddtree(drafter="drafter_without_block"),
         "the drafter's config.json has block_size None; set it to the block",
     ),
-    "drafter dflash2": (ddtree(drafter="dflash2"), "is a DFlash2DraftModel; use a plain DFlash"),
-    "drafter lilicorr": (ddtree(drafter="lilicorr"), "is a LiLiCorrDraftModel; use a plain DFlash"),
-    "drafter dspark": (ddtree(drafter="dspark"), "is a Qwen3DSparkModel; use a plain DFlash"),
+    # 0.32 itself does not know it
+    "drafter dflash2 of the beam family": (ddtree(drafter="beam"), "DFlash2BeamDraftModel"),
+    "drafter without candidates": (
+        ddtree(drafter="dflash2_without_k"),
+        "has selector_top_k None in dflash_config; set it to the number of candidates",
+    ),
+    "candidates of a part of the vocabulary": (
+        ddtree(drafter="dflash2_of_half"),
+        "chooses candidates from 256 of 512 tokens; use a drafter with the target's whole vocabulary",
+    ),
+    "conditional scores of a plain drafter": (
+        ddtree(tree_scores="conditional"),
+        "tree_scores is conditional, and a DFlashDraftModel does not score pairs of candidates; "
+        "remove it or use a DFlash2 or LiLiCorr drafter",
+    ),
+    "scores unknown": (ddtree(tree_scores="joint"), "Input should be 'conditional' or 'marginal'"),
+    "scores without method": (
+        ddtree(method="dflash", tree_scores="marginal", num_speculative_tokens=7),
+        "tree_scores needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "spine without method": (
+        ddtree(method="dflash", tree_spine=False, num_speculative_tokens=7),
+        "tree_spine needs the speculative method 'ddtree'; set method to 'ddtree'",
+    ),
+    "horizon above the head's block": (
+        ddtree(drafter="lilicorr", num_speculative_tokens=8),
+        "is 8; set it to at most 7, the drafter's block_size - 1",
+    ),
+    "drafter dspark": (ddtree(drafter="dspark"), "is a Qwen3DSparkModel; use a DFlash drafter"),
     "drafter xpress": (ddtree(drafter="xpress"), "Qwen3XPressModel"),
-    "drafter eagle3": (ddtree(drafter="eagle3"), "is a LlamaForCausalLMEagle3; use a plain DFlash"),
-    "drafter is a model": (ddtree(drafter="dense"), "is a Qwen3ForCausalLM; use a plain DFlash"),
+    "drafter eagle3": (ddtree(drafter="eagle3"), "is a LlamaForCausalLMEagle3; use a DFlash"),
+    "drafter is a model": (ddtree(drafter="dense"), "is a Qwen3ForCausalLM; use a DFlash"),
     "block rejection": (
         ddtree(rejection_sample_method="block"),
         "ddtree does not support rejection_sample_method='block'; remove it",
@@ -338,6 +375,15 @@ ACCEPTED = {
     "match": (ddtree(verify_mode="match"), {"verify_mode": "match"}),
     "match with other noise": (ddtree(engine={"use_fp64_gumbel": True}), {"verify_mode": "match"}),
     "coupled": (ddtree(verify_mode="coupled"), {"verify_mode": "coupled", "tree_budget": 31}),
+    "marginal": (ddtree(), {"tree_scores": "marginal", "tree_spine": None}),
+    "marginal, said": (ddtree(tree_scores="marginal"), {"tree_scores": "marginal"}),
+    "dflash2": (ddtree(drafter="dflash2"), {"tree_scores": "conditional", "tree_horizon": 15}),
+    "dflash2, marginal": (
+        ddtree(drafter="dflash2", tree_scores="marginal"),
+        {"tree_scores": "marginal"},
+    ),
+    "dflash2, spine": (ddtree(drafter="dflash2", tree_spine=True), {"tree_spine": True}),
+    "lilicorr": (ddtree(drafter="lilicorr"), {"tree_scores": "conditional", "tree_horizon": 7}),
     "budget 1": (ddtree(tree_budget=1), {"tree_budget": 1, "tree_horizon": 1}),
     "budget 255": (ddtree(tree_budget=255), {"tree_budget": 255, "tree_horizon": 15}),
     "horizon": (ddtree(num_speculative_tokens=4), {"tree_budget": 31, "tree_horizon": 4}),

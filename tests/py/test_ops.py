@@ -89,6 +89,33 @@ def test_candidate_cap_of_one_is_the_greedy_chain():
     assert trees.tokens[0, 1 : HORIZON + 1].tolist() == args[0][0].argmax(-1).tolist()
 
 
+def test_lattices_and_spines():
+    """A chain follows the best child of each node, parents before children in the pairs."""
+    torch.manual_seed(6)
+    width = 5
+    tokens = torch.stack([torch.randperm(90)[:width] for _ in range(2 * HORIZON)])
+    tokens = tokens.view(2, HORIZON, width).int()
+    scores, pairs = torch.randn(2, HORIZON, width), torch.randn(2, HORIZON, width, width) * 3
+    trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    args = (None, *build_args(trees.storage)[1:])
+    lattice = {"candidate_tokens": tokens, "transition_scores": scores[:, :, None] + pairs}
+    lattice["spine_depths"] = i32(HORIZON, 2)
+    torch.library.opcheck(torch.ops.ddtree.tree_build.default, args, lattice)
+    torch.ops.ddtree.tree_build(*args, **lattice)
+    for r, depth in enumerate((HORIZON, 2)):
+        parent, path = 0, []
+        for d in range(depth):
+            parent = int((scores[r, d] + pairs[r, d, parent]).argmax())
+            path.append(int(tokens[r, d, parent]))
+        assert trees.tokens[r, 1 : depth + 1].tolist() == path
+        assert trees.pop_ranks[r, : depth + 1].tolist() == list(range(depth + 1))
+        assert trees.num_nodes[r] == NODES
+    same = TreeBatch.zeros(SHAPE, torch.device("cpu"))
+    lattice |= {"candidate_scores": scores, "transition_scores": pairs}
+    torch.ops.ddtree.tree_build(*args[:7], same.storage, *args[8:], **lattice)
+    assert torch.equal(same.storage, trees.storage)
+
+
 def test_noise_is_for_requests_that_are_sampled():
     torch.manual_seed(4)
     trees = TreeBatch.zeros(SHAPE, torch.device("cpu"))

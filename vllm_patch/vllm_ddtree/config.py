@@ -23,7 +23,12 @@ MAX_TREE_BUDGET = 255
 MAX_TREE_HORIZON = 32
 DEFAULT_TREE_BUDGET = 31
 
-DRAFTER_ARCHITECTURE = "DFlashDraftModel"
+# Drafters, and for those that score pairs of candidates how their config names K.
+DRAFTER_ARCHITECTURES = {
+    "DFlashDraftModel": None,
+    "DFlash2DraftModel": "selector_top_k",
+    "LiLiCorrDraftModel": "lilicorr_candidate_topk",
+}
 HYBRID_TARGETS = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
@@ -59,7 +64,8 @@ def begin(spec: "SpeculativeConfig") -> None:
     """
     compat.check_vllm()
     if spec.method != "ddtree":
-        what = "verify_mode" if spec.tree_budget is None else "tree_budget"
+        settings = ("tree_budget", "verify_mode", "tree_scores", "tree_spine")
+        what = next(name for name in settings if getattr(spec, name) is not None)
         _refuse(f"{what} needs the speculative method 'ddtree'", "set method to 'ddtree'")
     if spec.tree_budget is None:
         spec.tree_budget = DEFAULT_TREE_BUDGET
@@ -94,11 +100,12 @@ def finish(spec: "SpeculativeConfig") -> None:
     """Check the drafter and settle the depth, as soon as the drafter's config is loaded."""
     hf_config = spec.draft_model_config.hf_config
     architectures = list(getattr(hf_config, "architectures", None) or [])
-    if architectures != [DRAFTER_ARCHITECTURE]:
+    if len(architectures) != 1 or architectures[0] not in DRAFTER_ARCHITECTURES:
         _refuse(
             f"the drafter {spec.model} is a {', '.join(architectures) or 'model without a name'}",
-            f"use a plain DFlash drafter ({DRAFTER_ARCHITECTURE})",
+            f"use a DFlash drafter ({', '.join(DRAFTER_ARCHITECTURES)})",
         )
+    _choose_scores(spec, hf_config, architectures[0])
     tensor_parallel = spec.target_parallel_config.tensor_parallel_size
     if spec.draft_tensor_parallel_size not in (None, tensor_parallel):
         _refuse(
@@ -106,7 +113,8 @@ def finish(spec: "SpeculativeConfig") -> None:
             f"remove it: the drafter runs on the target's {tensor_parallel} ranks",
         )
 
-    block_size = getattr(hf_config, "block_size", None)
+    draft_config = getattr(hf_config, "dflash_config", None) or {}
+    block_size = draft_config.get("block_size", getattr(hf_config, "block_size", None))
     if not isinstance(block_size, int) or block_size < 2:
         _refuse(
             f"the drafter's config.json has block_size {block_size}",
@@ -122,6 +130,34 @@ def finish(spec: "SpeculativeConfig") -> None:
         )
     assert spec.tree_budget is not None
     spec.tree_horizon = min(horizon, spec.tree_budget)
+
+
+def _choose_scores(spec: "SpeculativeConfig", hf_config: Any, architecture: str) -> None:
+    """Settle whether nodes are scored by their parents, which a plain drafter cannot say."""
+    top_k_key = DRAFTER_ARCHITECTURES[architecture]
+    if top_k_key is None:
+        if spec.tree_scores == "conditional":
+            _refuse(
+                f"tree_scores is conditional, and a {architecture} does not score pairs of candidates",
+                "remove it or use a DFlash2 or LiLiCorr drafter",
+            )
+        spec.tree_scores = "marginal"
+        return
+    spec.tree_scores = spec.tree_scores or "conditional"
+    draft_config = getattr(hf_config, "dflash_config", None) or {}
+    if not isinstance(top_k := draft_config.get(top_k_key), int) or top_k < 1:
+        _refuse(
+            f"the drafter's config.json has {top_k_key} {top_k} in dflash_config",
+            "set it to the number of candidates that the drafter was trained with",
+        )
+    vocab = getattr(hf_config, "vocab_size", None)
+    own = getattr(hf_config, "draft_vocab_size", None)
+    if own not in (None, vocab):
+        # vLLM's classes do not map the ids of their candidates
+        _refuse(
+            f"the drafter chooses candidates from {own} of {vocab} tokens",
+            "use a drafter with the target's whole vocabulary",
+        )
 
 
 def verify(vllm_config: "VllmConfig") -> None:

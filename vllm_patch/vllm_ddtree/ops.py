@@ -41,7 +41,7 @@ def _fill_gdn_layer(
 
 @torch.library.custom_op("ddtree::tree_build", mutates_args=("tree",))
 def tree_build(
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     root_tokens: torch.Tensor,
     root_positions: torch.Tensor,
     node_budgets: torch.Tensor,
@@ -55,18 +55,28 @@ def tree_build(
     tree_index: torch.Tensor | None = None,
     temperatures: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    candidate_tokens: torch.Tensor | None = None,
+    candidate_scores: torch.Tensor | None = None,
+    transition_scores: torch.Tensor | None = None,
+    spine_depths: torch.Tensor | None = None,
 ) -> None:
-    """Best-first trees from the drafter's logits.
+    """Best-first trees from the drafter's logits, or from its candidate lattice.
 
-    logits [n, L, V] f32/f16/bf16; root_tokens, node_budgets, candidate_caps,
+    logits [n, L, V] f32/f16/bf16, or candidate_tokens int32 [n, L, K] with
+    candidate_scores f32 [n, L, K] or transition_scores f32 [n, L, K, K] (parent, child)
+    or both, which are added; root_tokens, node_budgets, candidate_caps,
     stop_min_depths int32 [n]; root_positions int64 [n]; stop_tokens int32 [n, S], -1
     padded. Request i writes tree tree_index[i], int32 or int64 [n], and none where
     that is negative; without it the first n trees are written. With temperatures f32
-    [n] (0 = none) and seeds int64 [n], candidates are scored with the target's noise."""
+    [n] (0 = none) and seeds int64 [n], candidates are scored with the target's noise.
+    spine_depths int32 [n]: down to there the chain of best children is in the tree."""
     lib = library()
     params = lib.params("ddt_tree_build_params")
     trees = TreeBatch(TreeShape(num_reqs, max_nodes, max_depth), tree)
     lib.fill_tensor(params.logits, logits)
+    lib.fill_tensor(params.candidate_tokens, candidate_tokens)
+    lib.fill_tensor(params.candidate_scores, candidate_scores)
+    lib.fill_tensor(params.transition_scores, transition_scores)
     params.root_tokens = lib.pointer(root_tokens, "int32_t", torch.int32)
     params.root_positions = lib.pointer(root_positions, "int64_t", torch.int64)
     params.node_budgets = lib.pointer(node_budgets, "int32_t", torch.int32)
@@ -74,12 +84,13 @@ def tree_build(
     params.stop_tokens = lib.pointer(stop_tokens, "int32_t", torch.int32)
     params.max_stop_tokens = stop_tokens.shape[1]
     params.stop_min_depths = lib.pointer(stop_min_depths, "int32_t", torch.int32)
-    written = logits.shape[0] if tree_index is None else num_reqs
+    written = root_tokens.shape[0] if tree_index is None else num_reqs
     params.tree = trees.described(written)
     lib.fill_tensor(params.tree_index, tree_index)
     params.temperatures = lib.pointer(temperatures, "float", torch.float32)
     params.seeds = lib.pointer(seeds, "int64_t", torch.int64)
-    lib.call("tree_build", params, logits.device)
+    params.spine_depths = lib.pointer(spine_depths, "int32_t", torch.int32)
+    lib.call("tree_build", params, tree.device)
 
 
 def tree_gather(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash's drafter, asked for a tree instead of a chain: its per-position
-distributions become a best-first tree inside the draft step."""
+"""DFlash's drafters, asked for a tree instead of a chain: per-position distributions, or
+the scores of all pairs of neighbouring candidates that a DFlash2 or LiLiCorr drafter
+gives, become a best-first tree inside the draft step."""
 
 import copy
 from typing import Any
@@ -10,6 +11,8 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
 from vllm_ddtree import graphs, registration
 from vllm_ddtree.config import drafter_graph_batches, max_tree_rows
@@ -27,6 +30,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         speculative_config = vllm_config.speculative_config
         self.tree_budget: int = speculative_config.tree_budget
         self._is_coupled = speculative_config.verify_mode == "coupled"
+        self._is_conditional = speculative_config.tree_scores == "conditional"
         self._max_tree_rows = max_tree_rows(vllm_config)
         draft_config = copy.copy(vllm_config)
         # Not dataclasses.replace: it would validate and convert once more.
@@ -50,6 +54,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         self._drafts = torch.zeros(
             self.max_num_reqs, self.tree_budget, dtype=torch.int64, device=device
         )
+        self._spine_depths: torch.Tensor | None = None
+        if speculative_config.tree_spine:
+            depth = self.num_speculative_steps
+            self._spine_depths = torch.full(
+                (self.max_num_reqs,), depth, dtype=torch.int32, device=device
+            )
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         return min(num_reqs * (self.tree_budget + 1), self._max_tree_rows)
@@ -78,9 +88,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         horizon = self.num_speculative_steps
         num_sample = num_reqs * horizon
-        logits = self.compute_draft_logits(
-            hidden_states[self.sample_indices[:num_sample]], 0
-        ).view(num_reqs, horizon, -1)
+        scores = self._tree_scores(
+            hidden_states[self.sample_indices[:num_sample]].view(num_reqs, horizon, -1)
+        )
         if self._trees is None:
             # Memory profiling runs before there is a model state.
             return
@@ -97,9 +107,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         if self._is_coupled:
             # vLLM keeps both for the drafter by slot, at fixed addresses.
             temperatures, seeds = self.temperature[slots], self.seeds[slots]
+        spines = None if self._spine_depths is None else self._spine_depths[:num_reqs]
         trees, shape = self._trees, self._trees.shape
         torch.ops.ddtree.tree_build(
-            logits,
+            scores.get("logits"),
             self.input_buffers.input_ids[anchors].contiguous(),
             root_positions,
             torch.minimum(params.node_budgets[slots], self._round_budget),
@@ -113,9 +124,18 @@ class DDTreeSpeculator(DFlashSpeculator):
             tree_index,
             temperatures,
             seeds,
+            scores.get("candidate_tokens"),
+            scores.get("candidate_scores"),
+            scores.get("transition_scores"),
+            spines,
         )
         # Idle rows need a token that exists; nothing ever enters them.
         self._drafts[:num_reqs] = trees.tokens[slots, 1:].clamp(min=0)
+
+    def _tree_scores(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `tree_build` scores nodes by. hidden_states: [num_reqs, horizon, H]."""
+        logits = self.compute_draft_logits(hidden_states.flatten(0, 1), 0)
+        return {"logits": logits.view(*hidden_states.shape[:2], -1)}
 
     def set_attn(self, model_state: Any, *args: Any, **kwargs: Any) -> None:
         super().set_attn(model_state, *args, **kwargs)
@@ -164,3 +184,44 @@ class DDTreeSpeculator(DFlashSpeculator):
             self._round_budget.fill_(budget)
             self._last_slot.fill_(-1 if is_dummy else self.max_num_reqs - 1)
             self._round = budget, is_dummy
+
+
+class DDTreeDFlash2Speculator(DDTreeSpeculator, DFlash2Speculator):
+    """Nodes know their parents: vLLM's selector scores every candidate below every
+    candidate of the depth before, and the tree is searched in these scores."""
+
+    _speculator_name = "DDTree DFlash2"
+
+    def _tree_scores(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens, unary = self.model.compute_candidates(hidden_states.flatten(0, 1))
+        lattice = (*hidden_states.shape[:2], self.top_k)
+        tokens, unary = tokens.view(lattice), unary.view(lattice)
+        scores = {"candidate_tokens": tokens.int()}
+        if self._is_conditional:
+            # These hold the unary scores, or replace them.
+            pairs = self._score_candidates(tokens, unary, hidden_states)
+            scores["transition_scores"] = pairs.float()
+        else:
+            scores["candidate_scores"] = unary.float()
+        return scores
+
+
+class DDTreeLiLiCorrSpeculator(DDTreeDFlash2Speculator, LiLiCorrSpeculator):
+    """The same for LiLiCorr, whose correlator takes the selector's place."""
+
+    _speculator_name = "DDTree LiLiCorr"
+
+
+_SPECULATORS = {
+    "DFlashDraftModel": DDTreeSpeculator,
+    "DFlash2DraftModel": DDTreeDFlash2Speculator,
+    "LiLiCorrDraftModel": DDTreeLiLiCorrSpeculator,
+}
+
+
+def init_tree_speculator(
+    vllm_config: VllmConfig, device: torch.device
+) -> DDTreeSpeculator:
+    """The speculator of the drafter, which `config.finish` has checked."""
+    (architecture,) = vllm_config.speculative_config.draft_model_config.architectures
+    return _SPECULATORS[architecture](vllm_config, device)

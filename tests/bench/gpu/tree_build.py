@@ -45,12 +45,12 @@ class _Call:
 
 
 class Build(_Call):
-    """From logits [R, L, V], or tokens and scores [R, L, K] and transitions [R, L, K, K] or None."""
+    """From logits [R, L, V], or tokens [R, L, K] with scores [R, L, K] or transitions [R, L, K, K] or both."""
 
     op = "tree_build"
 
     def __init__(
-        self, budget: int, logits=None, tokens=None, scores=None, transitions=None, temperature=None
+        self, budget: int, logits=None, tokens=None, scores=None, transitions=None, temperature=None, spine=None
     ):
         requests, depths = (tokens if logits is None else logits).shape[:2]
         super().__init__(TreeShape(requests, budget + 1, depths))
@@ -68,6 +68,8 @@ class Build(_Call):
             noise = self._tensor([temperature] * requests, torch.float32)
             params.temperatures = abi.f32_pointer(noise)
             params.seeds = abi.i64_pointer(self._tensor(range(requests), torch.int64))
+        if spine is not None:
+            params.spine_depths = abi.i32_pointer(self._tensor([spine] * requests, torch.int32))
         size = lib.ffi.new("size_t *")
         lib.check(lib.lib.ddt_tree_build_workspace_size(abi.context("cuda"), params, size))
         workspace = torch.empty(size[0], dtype=torch.uint8, device="cuda")
@@ -230,23 +232,36 @@ def bench_coupled(requests: int, budgets: list[int], depths: int, args) -> None:
         )  # fmt: skip
 
 
-def bench_lattices(requests: int, budget: int, args) -> None:
+def bench_lattices(requests: int, budgets: list[int], args) -> None:
+    """A block of 8 as DFlash2 has it: alone, with pairs beside the scores, with pairs alone (as its selector gives
+    them), and those with a spine. The peer is our builder from the logits of the same depths."""
     torch.manual_seed(0)
+    logits = drafter_logits(requests, LATTICE_DEPTHS)
     cases, floors = {}, {}
-    for width in (8, 32):
-        shape = (requests, LATTICE_DEPTHS, width)
-        tokens = torch.rand(*shape[:2], 4096, device="cuda").argsort(-1)[..., :width].int()
-        scores = torch.randn(*shape, device="cuda") * 2
-        pairs = torch.randn(*shape, width, device="cuda")
-        for mode, transitions in (("lattice", None), ("lattice, transitions", pairs)):
-            tensors = [t for t in (tokens, scores, transitions) if t is not None]
-            case = width, mode
-            cases[case] = Build(budget, None, tokens.contiguous(), scores, transitions)
-            floors[case] = timing.floor_us(sum(t.nbytes for t in tensors))
-    for (width, mode), result in timing.measure(cases, args.replays).items():
+    for budget in budgets:
+        cases[budget, None, "logits"] = Build(budget, logits)
+        for width in (8, 16, 32):
+            shape = (requests, LATTICE_DEPTHS, width)
+            tokens = torch.rand(*shape[:2], 4096, device="cuda").argsort(-1)[..., :width].int()
+            tokens, scores = tokens.contiguous(), torch.randn(*shape, device="cuda") * 2
+            pairs = torch.randn(*shape, width, device="cuda")
+            for mode, unary, transitions, spine in (
+                ("lattice", scores, None, None),
+                ("lattice, transitions", scores, pairs, None),
+                ("lattice, transitions alone", None, pairs, None),
+                ("lattice, transitions alone, spine", None, pairs, LATTICE_DEPTHS),
+            ):
+                tensors = [t for t in (tokens, unary, transitions) if t is not None]
+                case = budget, width, mode
+                cases[case] = Build(budget, None, tokens, unary, transitions, spine=spine)
+                floors[case] = timing.floor_us(sum(t.nbytes for t in tensors))
+    times = timing.measure(cases, args.replays)
+    for budget, width, mode in floors:
         timing.record(
             args.out, op="tree_build", requests=requests, nodes=budget + 1, context=None, dtype="f32",
-            depth=LATTICE_DEPTHS, timing=result, floor_us=floors[width, mode], mode=mode, candidates=width,
+            depth=LATTICE_DEPTHS, timing=times[budget, width, mode], floor_us=floors[budget, width, mode],
+            peer="ours from logits", peer_timing=times[budget, None, "logits"], mode=f"{mode}, K {width}",
+            candidates=width,
         )  # fmt: skip
 
 
@@ -277,7 +292,7 @@ def main() -> None:
     for requests in (1, 4, 16):
         bench_coupled(requests, [15, 63] if args.quick else budgets, timing.HORIZON, args)
     for requests in (1, 16) if args.quick else (1, 4, 16):
-        bench_lattices(requests, 63, args)
+        bench_lattices(requests, [15, 63] if args.quick else [7, 15, 31, 63], args)
     nodes = (64,) if args.quick else (8, 16, 32, 64, 128, 256)
     bench_mask([(requests, n) for requests in (1, 4, 16) for n in nodes], args)
 

@@ -5,7 +5,8 @@
 
 One engine per process: alternate methods by running this in turns. Dummy weights accept next to nothing, so a round is
 one step of the engine. `--method`: none (no drafter), chain (vLLM's own DFlash), ddtree, ddtree-chain (our path, every
-tree a chain). Keys of the records: ../README.md."""
+tree a chain). `--drafter dflash2`: a block of 8 whose candidates are scored below their parents; chain is then vLLM's
+walk over them. Keys of the records: ../README.md."""
 
 import argparse
 import json
@@ -40,11 +41,13 @@ DRAFTERS = {
     "27b": dict(num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
     "tiny": dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64),
 }
+# What a DFlash2 drafter has beside a DFlash drafter; the sizes of its heads are a guess at a 27B's.
+DFLASH2 = dict(conv_kernel_size=4, conv_group_size=64, selector_rank=256, selector_top_k=16)
 METHODS = ("none", "chain", "ddtree", "ddtree-chain")
 SHORT, LONG = 8, 72
 
 
-def write_models(size: str, folder: Path) -> tuple[Path, Path]:
+def write_models(size: str, folder: Path, drafter: str = "dflash") -> tuple[Path, Path]:
     """config.json of a target and its drafter, from Qwen3.6's with this size's dimensions."""
     target, draft = folder / "target", folder / "drafter"
     dims = DIMENSIONS[size]
@@ -71,6 +74,9 @@ def write_models(size: str, folder: Path) -> tuple[Path, Path]:
             dflash_config=dict(mask_token_id=3, target_layer_ids=[1, max(2, layers // 2 - 1), layers - 1 - 2 * (layers > 8)]),
         ),
     }  # fmt: skip
+    if drafter == "dflash2":
+        configs[draft] |= dict(architectures=["DFlash2DraftModel"], block_size=8)
+        configs[draft]["dflash_config"] |= DFLASH2
     for path, config in configs.items():
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(config))
@@ -84,6 +90,10 @@ def speculative_config(method: str, budget: int, drafter: Path) -> dict | None:
     if method == "chain":
         return config | dict(method="dflash", num_speculative_tokens=budget)
     return config | dict(method="ddtree", tree_budget=budget)
+
+
+def scores(args: argparse.Namespace) -> dict:
+    return dict(tree_scores=args.scores) if args.scores and args.method.startswith("ddtree") else {}
 
 
 class Generation(NamedTuple):
@@ -133,12 +143,13 @@ class Bench:
 
         self.args = args
         self.vocab = DIMENSIONS[args.size]["vocab_size"]
-        target, drafter = write_models(args.size, folder)
+        target, drafter = write_models(args.size, folder, args.drafter)
         begin = time.perf_counter()
+        speculation = speculative_config(args.method, args.budget, drafter)
         arguments = dict(
             model=str(target), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
             max_model_len=max(4096, max(args.context) + 512), max_num_seqs=max(args.batch), disable_log_stats=False,
-            gpu_memory_utilization=0.9, speculative_config=speculative_config(args.method, args.budget, drafter),
+            gpu_memory_utilization=0.9, speculative_config=speculation and speculation | scores(args),
         )  # fmt: skip
         self.llm = LLM(**(arguments | json.loads(args.llm)))
         self.start_s = time.perf_counter() - begin
@@ -258,6 +269,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=15, help="drafted nodes, or tokens of the chain")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--drafter", choices=("dflash", "dflash2"), default="dflash")
+    parser.add_argument("--scores", choices=("conditional", "marginal"), help="tree_scores, default vLLM's")
     parser.add_argument("--size", choices=DIMENSIONS, default="27b")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--launches", action="store_true", help="also count launches and waits per round")
@@ -271,7 +284,7 @@ def main() -> None:
             for batch in args.batch:
                 line = dict(
                     method=args.method, budget=args.budget if args.method != "none" else 0, batch=batch,
-                    context=context, model=f"Qwen3.6 dimensions {args.size}, dummy bf16 weights",
+                    context=context, drafter=args.drafter, model=f"Qwen3.6 dimensions {args.size}, dummy bf16 weights",
                     **bench.run(batch, context), **provenance(),
                 )  # fmt: skip
                 report(line, args.out)
