@@ -26,6 +26,7 @@ if [ "$declared" != "$(printf '%s\n' "$exported" | sort -u)" ]; then
   echo "include/ddtree.h and libddtree.so name different functions" >&2
   exit 1
 fi
+"$here/abi.sh"
 
 warnings="-Wall -Wextra -Werror -pedantic"
 # what `rustc --print native-static-libs` asks for on Linux
