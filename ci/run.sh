@@ -24,6 +24,9 @@ usage: ci/run.sh STEP
                        .venv-gpu, or uses PYTHON's); --help lists the options
   archs                build the CUDA kernels for every architecture; a line for each kernel and architecture with registers,
                        spills and shared memory; fails on what the cards cannot run
+  install --prefix DIR [CARGO OPTION...]
+                       build libddtree and put header, static and shared library, pkg-config file and CMake package into DIR;
+                       needs no Python environment. --no-default-features: without CUDA
   lint                 rustfmt, clippy and ruff
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
@@ -267,6 +270,38 @@ step_archs() {
     "$VENV/bin/python" ci/archs.py
 }
 
+step_install() {
+    local prefix= options=() from version abi
+    while [[ $# != 0 ]]; do
+        case $1 in
+        --prefix) prefix=${2:-} && shift ;;
+        --prefix=*) prefix=${1#*=} ;;
+        *) options+=("$1") ;;
+        esac
+        shift || break
+    done
+    [[ -n $prefix ]] || fail "install: where to? --prefix DIR"
+    command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
+    cargo build --release --locked --lib "${options[@]}"
+    from=${CARGO_TARGET_DIR:-target}/release
+    abi=$(sed -n 's/^#define DDT_ABI_VERSION //p' include/ddtree.h)
+    version=$(sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
+    install -D -m 644 include/ddtree.h "$prefix/include/ddtree.h"
+    install -D -m 644 "$from/libddtree.a" "$prefix/lib/libddtree.a"
+    # the loader looks for the soname, the linker for the name without a version
+    install -D -m 755 "$from/libddtree.so" "$prefix/lib/libddtree.so.$version"
+    ln -sfn "libddtree.so.$version" "$prefix/lib/libddtree.so.$abi"
+    ln -sfn "libddtree.so.$abi" "$prefix/lib/libddtree.so"
+    local template to
+    for template in include/ddtree.pc.in include/cmake/*.in; do
+        to=$prefix/lib/cmake/ddtree
+        [[ $template != *.pc.in ]] || to=$prefix/lib/pkgconfig
+        mkdir -p "$to"
+        sed "s/@VERSION@/$version/; s/@ABI@/$abi/" "$template" >"$to/$(basename "$template" .in)"
+    done
+    say "install: $prefix"
+}
+
 step_lint() {
     step_setup
     cargo fmt --check
@@ -288,7 +323,7 @@ step_lock() {
 step=${1:-}
 [[ $# == 0 ]] || shift
 case $step in
-setup | build | test | demo | archs | lint | lock) "step_$step" "$@" ;;
+setup | build | test | demo | archs | install | lint | lock) "step_$step" "$@" ;;
 header) exec cargo test --release --locked --test header ;;
 clean) rm -rf .venv .venv-gpu .build target ;;
 -h | --help | help) usage ;;
