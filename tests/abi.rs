@@ -87,7 +87,10 @@ fn versions() {
         info.starts_with(&format!("ddtree/{} abi/{DDT_ABI_VERSION} git/", env!("CARGO_PKG_VERSION"))),
         "{info}"
     );
-    assert!(info.contains(if cfg!(feature = "cuda") { " backends/cpu,cuda archs/sm_" } else { " backends/cpu" }), "{info}");
+    assert!(
+        info.contains(if cfg!(feature = "cuda") { " backends/cpu,cuda archs/sm_" } else { " backends/cpu" }),
+        "{info}"
+    );
     assert_eq!(text(ddt_status_name(DDT_MISALIGNED)), "DDT_MISALIGNED");
     assert_eq!(text(ddt_status_name(12345)), "DDT_STATUS_UNKNOWN");
 }

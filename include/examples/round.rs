@@ -4,7 +4,9 @@
 //! The target is a toy, a fixed function of the last two tokens; the drafter knows it only roughly.
 //! Both texts must be the same, and trees must need fewer rounds.
 
-use ddtree::{DraftScores, Result, TensorRef, TreeLinks, TreeRequest, greedy_choice, tree_accept, tree_build};
+use ddtree::{
+    DraftScores, Result, TensorRef, TreeLinks, TreeRequest, greedy_choice, tree_accept, tree_build,
+};
 
 const VOCAB: usize = 50;
 const HORIZON: usize = 6;
@@ -15,7 +17,8 @@ const TEXT: usize = 200;
 fn target(before: i32, last: i32) -> [f32; VOCAB] {
     std::array::from_fn(|token| {
         let key = (before as u64 * 53 + last as u64) * 53 + token as u64;
-        let hash = key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let hash =
+            key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         (hash >> 40) as f32 / (1 << 21) as f32
     })
 }
@@ -59,7 +62,8 @@ fn decode(text: &mut Vec<i32>, node_budget: usize) -> Result<usize> {
         let before_root = text[text.len() - 2];
         let choices = (0..tree.num_nodes())
             .map(|node| {
-                let before = usize::try_from(tree.parents[node]).map_or(before_root, |parent| tree.tokens[parent]);
+                let before =
+                    usize::try_from(tree.parents[node]).map_or(before_root, |parent| tree.tokens[parent]);
                 choice(&target(before, tree.tokens[node]))
             })
             .collect::<Result<Vec<_>>>()?;
