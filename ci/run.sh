@@ -29,7 +29,7 @@ usage: ci/run.sh STEP
                        needs no Python environment. --no-default-features: without CUDA
   wheel [CARGO OPTION...]
                        build a wheel of vllm_ddtree with libddtree inside into .build/wheel, for glibc 2.28 and later
-  lint                 rustfmt, clippy and ruff
+  lint                 rustfmt, clippy and ruff; that the library compiles for AArch64
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
   clean                remove .venv, .venv-gpu, .build and target
@@ -325,6 +325,12 @@ step_lint() {
     cargo fmt --check
     cargo clippy --release --locked --all-targets -- -D warnings
     "$VENV/bin/ruff" check --config ci/ruff.toml .
+    # nothing may be for x86-64 alone
+    if rustup target add aarch64-unknown-linux-gnu >/dev/null 2>&1; then
+        cargo check --locked --lib --no-default-features --target aarch64-unknown-linux-gnu
+    else
+        say "lint: skipped the check for AArch64, whose standard library rustup cannot install"
+    fi
 }
 
 step_lock() {
