@@ -31,7 +31,7 @@ fn random_bytes() {
                 state ^= state >> 7;
                 state ^= state << 17;
                 // small numbers come far more often than hostile ones, or nothing would ever succeed
-                if state % 8 == 0 { (state >> 32) as u8 } else { (state >> 32) as u8 % 200 }
+                if state.is_multiple_of(8) { (state >> 32) as u8 } else { (state >> 32) as u8 % 200 }
             })
             .collect();
         ops::run(&data);

@@ -251,7 +251,7 @@ impl Trees {
                 let parent = r * self.max_nodes + parents[at] as usize;
                 assert_eq!(depths[at], depths[parent] + 1);
                 assert!(depths[at] <= self.max_depth as i32);
-                assert!(node as i32 + 1 <= subtree_end[at] && subtree_end[at] <= subtree_end[parent]);
+                assert!((node as i32) < subtree_end[at] && subtree_end[at] <= subtree_end[parent]);
             }
         }
     }
