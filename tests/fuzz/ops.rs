@@ -120,6 +120,11 @@ fn floats(bytes: &mut Bytes<'_>, len: usize) -> Buffer<f32> {
     Buffer::new(len, 77.0, || bytes.float())
 }
 
+/// An output, which the call may write but must not need.
+fn output<T: Copy + PartialEq>(len: usize, poison: T) -> Buffer<T> {
+    Buffer::new(len, poison, || poison)
+}
+
 /// A tensor over a buffer that holds `shape` without gaps; what it says of itself may be wrong, but
 /// never so that a caller would have had to give more memory.
 fn tensor<T: Copy + PartialEq>(
@@ -294,7 +299,7 @@ fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let slots = trees.num_reqs * trees.max_nodes;
     let (mut num_nodes, mut parents) = (ints(bytes, trees.num_reqs), ints(bytes, slots));
     let (mut priorities, mut positions) = (ints(bytes, slots), longs(bytes, trees.num_reqs));
-    let mut order = ints(bytes, slots);
+    let mut order = output(slots, POISON);
     let mut tree = trees.describe();
     let params = params!(ddt_tree_mask_params {
         num_reqs: tree.num_reqs,
@@ -383,9 +388,9 @@ fn tree_accept(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let mut logits = floats(bytes, reqs * rows * vocab);
     let (mut temperatures, mut seeds) = (floats(bytes, reqs), longs(bytes, reqs));
     let path = reqs * (trees.max_depth + 1);
-    let (mut count, mut nodes) = (ints(bytes, reqs), ints(bytes, reqs * trees.max_depth));
-    let (mut tokens, mut accepted_rows) = (longs(bytes, path), ints(bytes, path));
-    let (mut next, mut rejected) = (longs(bytes, reqs), ints(bytes, reqs));
+    let (mut count, mut nodes) = (output(reqs, POISON), output(reqs * trees.max_depth, POISON));
+    let (mut tokens, mut accepted_rows) = (output(path, i64::from(POISON)), output(path, POISON));
+    let (mut next, mut rejected) = (output(reqs, i64::from(POISON)), output(reqs, POISON));
     let mut tree = trees.describe();
     let mut params = params!(ddt_tree_accept_params {
         tree: &mut tree,
@@ -426,7 +431,7 @@ fn tree_attention(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let (mut keys, mut values) = (floats(bytes, blocks * block * DIM), floats(bytes, blocks * block * DIM));
     let mut block_table = ints(bytes, reqs * table);
     let (mut seq_lens, mut prefix) = (ints(bytes, reqs), ints(bytes, reqs));
-    let mut out = Buffer::new(reqs * rows * DIM, 77.0, || 77.0);
+    let mut out = output(reqs * rows * DIM, 77.0);
     let mut tree = trees.describe();
     let mut params = params!(ddt_tree_attention_params {
         query: tensor(bytes, &mut query, DDT_DTYPE_F32, &[reqs * rows, 1, DIM]),
