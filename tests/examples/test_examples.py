@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import CARGO_OPTIONS, CXX, EXAMPLES, ROOT, run
+from commands import CARGO_OPTIONS, CXX, EXAMPLES, ROOT, run
 
 
 def find_cuda() -> Path:

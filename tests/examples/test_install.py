@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CC, EXAMPLES, ROOT, run
+from commands import CC, EXAMPLES, ROOT, run
 
 VERSION = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.M)[1]
 STRICT = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic")

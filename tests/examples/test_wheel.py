@@ -8,7 +8,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import ROOT, run
+from commands import ROOT, run
 
 pytest.importorskip("wheel", reason="the packaging tools are not installed")
 
