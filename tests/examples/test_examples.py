@@ -33,9 +33,9 @@ def test_torch(prefix, monkeypatch):
     import torch_loop
     from reference_loop import ReferenceLoop
 
-    budget, horizon = 15, 15
+    budget, horizon = 31, 15
     reference = ReferenceLoop(torch_loop.MODELS / "target", torch_loop.MODELS / "drafter")
-    for prompt, text, accepted in torch_loop.compare("cpu", 2, 40, budget):
+    for prompt, text, accepted in torch_loop.compare("cpu", 2, 48, budget):
         # the reference starts behind a token that has been sampled: the prompt's last one
         text = [prompt[-1], *text]
         count = len(text) - horizon - 1
