@@ -71,8 +71,8 @@ pub struct TargetNoise {
     pub temperature: f32,
 }
 
-/// What one request asks of its tree.
-#[derive(Clone, Copy, Debug)]
+/// What one request asks of its tree; of the default, no node.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct TreeRequest<'a> {
     /// Token of the root.
     pub root_token: i32,

@@ -51,10 +51,7 @@ fn decode(text: &mut Vec<i32>, node_budget: usize) -> Result<usize> {
             root_position: text.len() as i64 - 1,
             node_budget,
             max_depth: HORIZON,
-            candidate_cap: 0,
-            stop_tokens: &[],
-            stop_min_depth: 0,
-            noise: None,
+            ..TreeRequest::default()
         };
         let tree = tree_build(&DraftScores::Logits { logits, max_candidates: 0 }, None, &request)?.tree;
 
