@@ -52,9 +52,10 @@ def build(folder: pathlib.Path, library: pathlib.Path) -> None:
     run(*c, *STRICT, HERE / "calls.c", *link, "-o", folder / "calls")
     # the library looks for AVX2 and FMA and uses them
     newer = ("-march=x86-64-v3",) if platform.machine() == "x86_64" else ()
-    cpp = (cxx, "-std=c++17", "-O3", *newer)
-    run(*cpp, *STRICT, HERE / "tree_build.cpp", *link, "-o", folder / "tree_build")
-    run(*cpp, *STRICT, "-shared", "-fPIC", HERE / "tree_build.cpp", *link, "-o", folder / "tree_build.so")
+    made = folder / "tree_build.o"
+    run(cxx, "-std=c++17", "-O3", *newer, *STRICT, "-fPIC", "-c", HERE / "tree_build.cpp", "-o", made)
+    run(cxx, made, *link, "-o", folder / "tree_build")
+    run(cxx, "-shared", made, *link, "-o", folder / "tree_build.so")
 
 
 def instructions(counts: tuple[int, int], command) -> int | None:
