@@ -71,7 +71,7 @@ pub struct TargetNoise {
     pub temperature: f32,
 }
 
-/// What one request asks of its tree; of the default, no node.
+/// What one request asks of its tree; the default asks for no node.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TreeRequest<'a> {
     /// Token of the root.
