@@ -396,3 +396,18 @@ def assert_same_text(base: Run, other: Run, what: str, near_tie: float = NEAR_TI
         )
         near_ties += 1
     return near_ties
+
+
+def same_text(test: str, base: Run, run: Run, budget: int, batch: int = 4) -> int:
+    """Near ties at which texts part that are otherwise those of `base`, recorded."""
+    near_ties = assert_same_text(base, run, f"{test}, budget {budget}, batch {batch}")
+    record(
+        test=test,
+        budget=budget,
+        batch=batch,
+        prompts=len(run.outputs),
+        tokens=max(len(output.token_ids) for output in run.outputs),
+        near_ties=near_ties,
+        tokens_per_round=round(run.tokens_per_round, 4),
+    )
+    return near_ties

@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from engine import FULL, Engine, Run, assert_same_text, on_gpu
+from engine import FULL, Engine, Run, assert_same_text, on_gpu, same_text
 from test_lossless import (
     BUDGETS,
     CASES,
@@ -15,7 +15,6 @@ from test_lossless import (
     baseline,
     first_tokens,
     held_out,
-    same_text,
     sampled,
 )
 

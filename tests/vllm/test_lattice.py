@@ -9,7 +9,7 @@ from typing import Any
 import drafters
 import pytest
 import test_lossless
-from engine import FULL, Engine, Run, assert_same_text, on_gpu, prompts, record
+from engine import FULL, Engine, Run, on_gpu, prompts, same_text
 
 NUM_PROMPTS, MAX_TOKENS = (24, 48) if FULL else (6, 24)
 HORIZON, BUDGET = 7, 15
@@ -47,15 +47,8 @@ def spec(drafter: Path, method: str = "ddtree", **more: Any) -> dict[str, Any]:
     }
 
 
-def same_text(what: str, name: str, run: Run) -> None:
-    near_ties = assert_same_text(baseline(name), run, f"{what}, {name}")
-    record(
-        test=f"lattice, {what}, {name}",
-        budget=BUDGET,
-        prompts=NUM_PROMPTS,
-        near_ties=near_ties,
-        tokens_per_round=round(run.tokens_per_round, 4),
-    )
+def assert_text(what: str, name: str, run: Run) -> None:
+    near_ties = same_text(f"lattice, {what}, {name}", baseline(name), run, BUDGET)
     assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"
 
 
@@ -79,9 +72,9 @@ def test_text_is_that_of_no_speculation(models, head, spine):
             assert_spines(engine)
         sampled = engine.generate(prompts(NUM_PROMPTS), SAMPLED)
         chain = engine.generate(prompts(NUM_PROMPTS), CHAIN)
-    same_text(head, "greedy", greedy)
-    same_text(head, "sampled", sampled)
-    same_text(f"{head} as a chain", "greedy", chain)
+    assert_text(head, "greedy", greedy)
+    assert_text(head, "sampled", sampled)
+    assert_text(f"{head} as a chain", "greedy", chain)
     # Even random heads keep the better candidates; with parent and child exchanged DFlash2's has 1.1.
     least = 1.5 if head == "dflash2" else 1.2
     assert greedy.tokens_per_round >= chain.tokens_per_round > least
@@ -97,7 +90,7 @@ def test_a_chain_is_that_of_vllms_own_walk(models, head):
     ):
         with Engine(config) as engine:
             runs[name] = engine.generate(prompts(NUM_PROMPTS), CHAIN if name == "chain" else GREEDY)
-        same_text(f"{head} {name}", "greedy", runs[name])
+        assert_text(f"{head} {name}", "greedy", runs[name])
     # Texts part at near ties. LiLiCorr's scores are those of bf16 vectors, and equal ones are ranked by token, not
     # by column.
     near = 0.05 if head == "dflash2" and not on_gpu() else 0.1
@@ -114,7 +107,7 @@ def test_options_keep_the_text(models, head, option):
     with Engine(spec(models[head], **option)) as engine:
         for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
             run = engine.generate(prompts(NUM_PROMPTS), params)
-            same_text(f"{head} with {next(iter(option.values()))}", name, run)
+            assert_text(f"{head} with {next(iter(option.values()))}", name, run)
 
 
 @in_full_tier
@@ -125,7 +118,7 @@ def test_a_head_that_says_nothing_makes_marginal_trees(models):
         for scores in ("conditional", "marginal"):
             with Engine(spec(models[name], tree_scores=scores)) as engine:
                 run = engine.generate(prompts(NUM_PROMPTS), GREEDY)
-            same_text(f"{name}, {scores}", "greedy", run)
+            assert_text(f"{name}, {scores}", "greedy", run)
             accepted[name, scores] = run.accepted
     # but for near ties
     same = pytest.approx(accepted["silent", "marginal"], rel=0.02)

@@ -15,6 +15,7 @@ from engine import (
     on_gpu,
     prompts,
     record,
+    same_text,
 )
 from reference_loop import ReferenceLoop
 
@@ -57,21 +58,6 @@ def first_tokens(run: Run, count: int) -> Run:
         for o in run.outputs
     ]
     return Run(cut)
-
-
-def same_text(test: str, base: Run, run: Run, budget: int, batch: int = 4) -> int:
-    """Near ties at which texts part that are otherwise those of `base`, recorded."""
-    near_ties = assert_same_text(base, run, f"{test}, budget {budget}, batch {batch}")
-    record(
-        test=test,
-        budget=budget,
-        batch=batch,
-        prompts=NUM_PROMPTS,
-        tokens=MAX_TOKENS,
-        near_ties=near_ties,
-        tokens_per_round=round(run.tokens_per_round, 4),
-    )
-    return near_ties
 
 
 @cache

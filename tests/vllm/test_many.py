@@ -4,7 +4,7 @@
 from functools import cache
 
 import pytest
-from engine import FULL, Engine, Run, assert_same_text, on_gpu, prompts, record
+from engine import FULL, Engine, Run, on_gpu, prompts, same_text
 
 NUM_PROMPTS, MAX_TOKENS = 288, 64
 CASES = {
@@ -44,15 +44,5 @@ def test_text_is_that_of_no_speculation(base, budget, max_num_seqs):
     with Engine(spec, max_num_seqs=max_num_seqs) as engine:
         runs = run(engine)
     for name, got in runs.items():
-        what = f"{name}, budget {budget}, batch {max_num_seqs}"
-        near_ties = assert_same_text(base[name], got, what)
-        record(
-            test=f"many, {name}",
-            budget=budget,
-            batch=max_num_seqs,
-            prompts=NUM_PROMPTS,
-            tokens=MAX_TOKENS,
-            near_ties=near_ties,
-            tokens_per_round=round(got.tokens_per_round, 4),
-        )
+        near_ties = same_text(f"many, {name}", base[name], got, budget, max_num_seqs)
         assert near_ties <= NUM_PROMPTS // 2, "too many near ties to show anything"
