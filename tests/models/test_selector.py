@@ -22,8 +22,8 @@ def blocks() -> train_selector.Blocks:
     tokenizer = Tokenizer.from_file(str(HERE / "target/tokenizer.json"))
     texts = [p["text"] for p in json.loads((HERE / "prompts.json").read_text())]
     prompts = [ids for text in texts if len(ids := tokenizer.encode(text).ids) >= 32][:16]
-    tokens = train_selector.greedy_texts(target, torch.tensor([ids[:32] for ids in prompts]), 80)
-    return train_selector.draft_blocks(target, drafter, tokens, 32, 16, HORIZON, TOP_K)
+    texts = train_selector.own_texts(target, torch.tensor([ids[:32] for ids in prompts]), 80, drafter.layer_ids)
+    return train_selector.draft_blocks(target, drafter, texts, 32, 16, HORIZON, TOP_K)
 
 
 def test_blocks_line_up_with_what_the_target_wants(blocks):

@@ -24,6 +24,7 @@ import dflash2
 import nano
 import torch
 import torch.nn.functional as F
+import train
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -44,28 +45,19 @@ class Blocks(NamedTuple):
     logits: Tensor
 
 
-@torch.no_grad()
-def greedy_texts(target: nano.Target, prompts: Tensor, length: int) -> Tensor:
-    """Prompts [B, P] continued greedily to `length` tokens, but for a random token of their own text now and then, so
-    that loops end."""
-    tokens, cache = prompts, target.new_cache()
-    hidden, _ = target(tokens, (), cache)
-    while tokens.shape[1] < length:
-        choice = target.logits(hidden[:, -1]).argmax(-1)
-        other = tokens.gather(1, torch.randint_like(choice, tokens.shape[1])[:, None])[:, 0]
-        choice = torch.where(torch.rand(len(choice), device=choice.device) < 1 / 32, other, choice)
-        tokens = torch.cat([tokens, choice[:, None]], 1)
-        hidden, _ = target(tokens[:, -1:], (), cache)
-    return tokens
+def own_texts(target: nano.Target, prompts: Tensor, length: int, layer_ids: list[int]) -> train.Texts:
+    """Prompts [B, P] continued greedily to `length` tokens, but for a sampled one now and then, so that loops end."""
+    sampled = torch.rand(len(prompts), length, device=prompts.device) < 1 / 32
+    return train.generate(target, prompts, length - 1, sampled, layer_ids)
 
 
 @torch.no_grad()
 def draft_blocks(
-    target: nano.Target, drafter: nano.Drafter, tokens: Tensor, first: int, count: int, horizon: int, top_k: int
+    target: nano.Target, drafter: nano.Drafter, texts: train.Texts, first: int, count: int, horizon: int, top_k: int
 ) -> Blocks:
-    """`count` blocks at the same random places, from `first` on, of texts [B, T]."""
-    states, taps = target(tokens, drafter.layer_ids)
-    choices = target.logits(states).argmax(-1)
+    """`count` blocks at the same random places, from `first` on, of the texts."""
+    tokens, taps = texts.tokens, texts.taps.float()
+    choices = target.logits(texts.hidden.float()).argmax(-1)
     places = torch.arange(tokens.shape[1] - horizon - first, device=tokens.device)
     anchors = first + places[torch.randperm(len(places), device=tokens.device)[:count]]
     hidden = dflash2.hidden_states(drafter, target, tokens[:, anchors], anchors, taps, horizon)
@@ -129,24 +121,24 @@ def main() -> None:
     horizon = args.block_size - 1
 
     def make(files: list[str], count: int) -> Blocks:
-        stream = torch.tensor([i for e in tokenizer.encode_batch(files) for i in e.ids], device=device)
+        stream = train.encode(tokenizer, files, device)
         parts, made = [], 0
         while made < count:
             size = min(1024 if device == "cuda" else 256, count - made)
             prompt = int(torch.randint(SHORTEST, args.length // 3, ()))
-            starts = torch.randint(0, len(stream) - prompt, (size, 1), device=device)
-            texts = greedy_texts(target, stream[starts + torch.arange(prompt, device=device)], args.length)
-            for part in texts.split(64):
-                parts.append(draft_blocks(target, drafter, part, prompt, args.blocks, horizon, args.top_k))
+            texts = own_texts(target, train.windows(stream, size, prompt), args.length, drafter.layer_ids)
+            for part in zip(*(x.split(64) for x in texts), strict=True):
+                blocks = draft_blocks(target, drafter, train.Texts(*part), prompt, args.blocks, horizon, args.top_k)
+                parts.append(blocks)
             made += size
             say(f"{made} of {count} texts")
         return Blocks(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
-    train, check = make(known, args.texts), make(files[cut:], max(64, args.texts // 8))
+    taught, check = make(known, args.texts), make(files[cut:], max(64, args.texts // 8))
     selector = dflash2.Selector(target.config.vocab_size, target.config.hidden_size, args.rank).to(device)
     optimizer = torch.optim.AdamW(selector.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=0.1)
     chain, best, kept = accepted(None, check), math.inf, {}
-    say(f"{len(train.anchors)} blocks; chain of the likeliest tokens on unseen texts: {chain:.3f} accepted")
+    say(f"{len(taught.anchors)} blocks; chain of the likeliest tokens on unseen texts: {chain:.3f} accepted")
     for step in range(args.steps + 1):
         if step % max(1, args.steps // 40) == 0:
             with torch.no_grad():
@@ -155,8 +147,8 @@ def main() -> None:
             if unseen < best:
                 best, kept = unseen, {name: x.clone() for name, x in selector.state_dict().items()}
         optimizer.param_groups[0]["lr"] = args.rate * (0.5 + 0.5 * math.cos(math.pi * step / args.steps))
-        rows = torch.randint(0, len(train.anchors), (args.batch,), device=device)
-        loss = loss_of(selector, Blocks(*(part[rows] for part in train)))
+        rows = torch.randint(0, len(taught.anchors), (args.batch,), device=device)
+        loss = loss_of(selector, Blocks(*(part[rows] for part in taught)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -169,7 +161,7 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "arguments": {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items() if name != "out"},
-        "blocks": len(train.anchors),
+        "blocks": len(taught.anchors),
         "unseen_loss": unseen,
         "unseen_accepted_by_logits": chain,
         "unseen_accepted_by_selector": accepted(selector, check),
