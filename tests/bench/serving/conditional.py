@@ -10,7 +10,6 @@ accepted tokens are vLLM's own, per request. The interval is the bootstrap over 
 temperature in this run, with the interval over prompts that both have. Keys of the records: ../README.md."""
 
 import argparse
-import json
 import os
 import random
 
@@ -40,34 +39,9 @@ def gain(rounds: Rounds, base: Rounds) -> dict[str, float | list[float]]:
     return dict(gain=round(ratio(pairs), 3), gain_ci95=middle)
 
 
-def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list[int]]) -> dict[float, Rounds]:
-    """(rounds, accepted tokens) of each prompt, by temperature."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    depth = dict(num_speculative_tokens=args.depth)
-    speculation = dict(model=args.drafter, **MODES[mode], **depth)
-    if mode != "chain":
-        speculation |= dict(tree_budget=budget, verify_mode=args.verify_mode)
-    arguments = dict(
-        model=args.target, dtype="bfloat16", max_num_seqs=args.batch, max_model_len=1024, enable_prefix_caching=False,
-        disable_log_stats=False, per_request_spec_decode_metrics="summary", seed=0, mamba_ssm_cache_dtype="float32",
-        speculative_config=speculation,
-    )  # fmt: skip
-    llm = LLM(**(arguments | json.loads(args.llm)))
-    found = {}
-    for temperature in args.temperature:
-        sampling = [
-            SamplingParams(temperature=temperature, seed=i, max_tokens=args.tokens, ignore_eos=True)
-            for i in range(len(prompts))
-        ]
-        outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False)
-        histograms = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
-        found[temperature] = [(sum(h), sum(j * count for j, count in enumerate(h))) for h in histograms]
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    cleanup_dist_env_and_memory()
-    return found
+def speculation(args: argparse.Namespace, mode: str, budget: int) -> dict:
+    config = dict(model=args.drafter, num_speculative_tokens=args.depth, **MODES[mode])
+    return config if mode == "chain" else config | dict(tree_budget=budget, verify_mode=args.verify_mode)
 
 
 def main() -> None:
@@ -86,7 +60,7 @@ def main() -> None:
     chains: dict[float, Rounds] = {}
     for mode in args.mode:
         for budget in [args.depth] if mode == "chain" else args.budget:
-            for temperature, rounds in measure(args, mode, budget, prompts).items():
+            for temperature, rounds in pair.rounds_by_prompt(args, speculation(args, mode, budget), prompts):
                 if mode == "chain":
                     chains[temperature] = rounds
                 compared = gain(rounds, chains[temperature]) if temperature in chains else {}

@@ -83,17 +83,13 @@ def write_models(size: str, folder: Path, drafter: str = "dflash") -> tuple[Path
     return target, draft
 
 
-def speculative_config(method: str, budget: int, drafter: Path) -> dict | None:
+def speculative_config(method: str, budget: int, drafter: Path, scores: str | None) -> dict | None:
     if method == "none":
         return None
     config = dict(model=str(drafter), draft_load_config=dict(load_format="dummy"))
     if method == "chain":
         return config | dict(method="dflash", num_speculative_tokens=budget)
-    return config | dict(method="ddtree", tree_budget=budget)
-
-
-def scores(args: argparse.Namespace) -> dict:
-    return dict(tree_scores=args.scores) if args.scores and args.method.startswith("ddtree") else {}
+    return config | dict(method="ddtree", tree_budget=budget, tree_scores=scores)
 
 
 class Generation(NamedTuple):
@@ -145,11 +141,10 @@ class Bench:
         self.vocab = DIMENSIONS[args.size]["vocab_size"]
         target, drafter = write_models(args.size, folder, args.drafter)
         begin = time.perf_counter()
-        speculation = speculative_config(args.method, args.budget, drafter)
         arguments = dict(
             model=str(target), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
             max_model_len=max(4096, max(args.context) + 512), max_num_seqs=max(args.batch), disable_log_stats=False,
-            gpu_memory_utilization=0.9, speculative_config=speculation and speculation | scores(args),
+            gpu_memory_utilization=0.9, speculative_config=speculative_config(args.method, args.budget, drafter, args.scores),
         )  # fmt: skip
         self.llm = LLM(**(arguments | json.loads(args.llm)))
         self.start_s = time.perf_counter() - begin

@@ -8,7 +8,6 @@ holds, whatever the budget; `chain-probabilistic` samples its drafts and verifie
 tokens are vLLM's own, per request. The interval is the bootstrap over prompts. Keys of the records: ../README.md."""
 
 import argparse
-import json
 import os
 import random
 
@@ -39,38 +38,16 @@ def speculation(args: argparse.Namespace, mode: str, budget: int) -> dict:
 
 
 def measure(args: argparse.Namespace, mode: str, budget: int, prompts: list[list[int]]) -> None:
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    arguments = dict(
-        model=args.target, dtype="bfloat16", max_num_seqs=args.batch, max_model_len=1024, enable_prefix_caching=False,
-        disable_log_stats=False, per_request_spec_decode_metrics="summary", seed=0, mamba_ssm_cache_dtype="float32",
-        speculative_config=speculation(args, mode, budget),
-    )  # fmt: skip
-    llm = LLM(**(arguments | json.loads(args.llm)))
-    for temperature in args.temperature:
-        sampling = [
-            SamplingParams(
-                temperature=temperature, top_k=args.top_k, top_p=args.top_p, seed=i, max_tokens=args.tokens, ignore_eos=True
-            )
-            for i in range(len(prompts))
-        ]
-        outputs = llm.generate(
-            [dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
-        )
-        histograms = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
-        rounds = [(sum(h), sum(j * count for j, count in enumerate(h))) for h in histograms]
+    filters = dict(top_k=args.top_k, top_p=args.top_p)
+    for temperature, rounds in pair.rounds_by_prompt(args, speculation(args, mode, budget), prompts, **filters):
         line = dict(
-            mode=mode, temperature=temperature, top_k=args.top_k, top_p=args.top_p, budget=budget,
+            mode=mode, temperature=temperature, **filters, budget=budget,
             tokens_per_round=round(tokens_per_round(rounds), 3),
             ci95=interval(rounds), prompts=len(prompts), rounds=sum(count for count, _ in rounds), tokens=args.tokens,
             batch=args.batch, model=pair.name(args),
             **provenance("sampling.py"),
         )  # fmt: skip
         report(line, args.out)
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    cleanup_dist_env_and_memory()
 
 
 def main() -> None:

@@ -66,6 +66,8 @@ class Served:
         seconds, rounds, made = (
             sum(getattr(run, f"steady_{what}") for run in runs) for what in ("seconds", "rounds", "tokens")
         )
+        if not rounds:
+            raise SystemExit(f"texts of {tokens} tokens end before {batch} requests decode side by side; raise --tokens")
         return dict(
             ms_per_round=round(1e3 * seconds / rounds, 3), tokens_per_round=round(made / rounds, 3),
             tokens_per_s=round(made * batch / seconds, 1), ttft_ms=round(1e3 * statistics.median(run.ttft for run in runs), 1),
@@ -96,7 +98,7 @@ def main() -> None:
             some = prompts[: max(8, args.prompts * batch // 16) // batch * batch]
             for temperature in args.temperature:
                 # Triton compiles kernels when a shape comes up.
-                served.run(some, batch, temperature, 24)
+                served.run(some, batch, temperature, args.tokens)
                 runs = [served.run(some, batch, temperature, args.tokens) for _ in range(args.repeat)]
                 runs.sort(key=lambda run: run["tokens_per_s"])
                 line = dict(
