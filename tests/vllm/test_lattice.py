@@ -55,7 +55,8 @@ def assert_text(what: str, name: str, run: Run) -> None:
 def assert_spines(engine: Engine) -> None:
     """The trees of the last rounds have the chain of best children first."""
     trees = engine.runner.speculator._trees
-    served = trees.num_nodes.nonzero()[:, 0].tolist()
+    # The rest have had no request, or its last round or a warm-up's, without drafts.
+    served = (trees.num_nodes > 1).nonzero()[:, 0].tolist()
     assert served
     for slot in served:
         depths = trees.depths[slot, : HORIZON + 1].tolist()
@@ -105,9 +106,12 @@ def test_a_chain_is_that_of_vllms_own_walk(models, head):
 )
 def test_options_keep_the_text(models, head, option):
     with Engine(spec(models[head], **option)) as engine:
-        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
-            run = engine.generate(prompts(NUM_PROMPTS), params)
-            assert_text(f"{head} with {next(iter(option.values()))}", name, run)
+        runs = {
+            name: engine.generate(prompts(NUM_PROMPTS), params)
+            for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+        }
+    for name, run in runs.items():
+        assert_text(f"{head} with {next(iter(option.values()))}", name, run)
 
 
 @in_full_tier
