@@ -30,6 +30,8 @@ OUT = ROOT / ".build" / "demo"
 # of bf16 at the size of these logits, so that which of them is ahead depends on the order of a sum.
 NEAR_TIE = 0.125
 METHODS = ("none", "dflash", "ddtree")
+# A line that is an error, behind the names of process and logger; warnings quote errors too.
+ERROR = re.compile(r"(?:\([^)]*\) |\[[^\]]*\]:? |ERROR \S+ \S+ )*((?:\w+\.)*\w*(?:Error|Exception): .+)")
 COLOUR = sys.stdout.isatty()
 
 
@@ -49,8 +51,8 @@ def fail(text, log=None):
         for line in lines[-25:]:
             print(f"    {line}", file=sys.stderr)
         # the servers' processes report each other's ends, so the cause is not at the end
-        causes = (re.search(r"\b\w+(Error|Exception): .+", line) for line in lines)
-        cause = next((found[0] for found in causes if found), None)
+        causes = (ERROR.match(line) for line in lines)
+        cause = next((found[1] for found in causes if found), None)
         if cause:
             print(f"The first error in it:\n    {cause}", file=sys.stderr)
     sys.exit(1)
