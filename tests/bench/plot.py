@@ -3,7 +3,8 @@
 
     python plot.py results/h200/kernels.jsonl
     python plot.py results/h200/sampling.jsonl
-    python plot.py results/h200/text.jsonl
+    python plot.py results/h200/conditional.jsonl
+    python plot.py results/h200/text_nano.jsonl
 
 The first writes kernels.md and one <op>.svg per operation beside the data, the others a table and a plot of the same name.
 Where a measurement was repeated, the last line of the file counts. Needs matplotlib.
@@ -24,7 +25,7 @@ AXES = {"nodes": "nodes per request", "requests": "requests", "context": "contex
 COLUMNS = ("us", "spread", "launch_us", "floor_us", "peer_us", "peer_spread")
 OURS, FLOOR = "#1b5e9b", "#8a8a8a"
 OTHERS = ("#c8553d", "#5b8c5a", "#8e6c8a", "#d9a441", "#4f9d9d", "#7a5c3e")
-MODES = ("chain", "chain-probabilistic", "match", "coupled")
+MODES = ("chain", "chain-probabilistic", "match", "coupled", "marginal", "conditional", "spine")
 METHODS = ("none", "chain", "ddtree-chain", "ddtree", "ddtree-coupled")
 STYLES = ("-", "-.", ":", (0, (1, 1)), (0, (5, 1, 1, 1)))
 # Keys of every line; other words (a variant, say) tell measurements of one operation apart.
@@ -181,7 +182,7 @@ def draw(lines: list[dict], path: pathlib.Path) -> bool:
 
 
 def sampling(path: pathlib.Path) -> None:
-    """Tokens per round by temperature, of lines of serving/sampling.py."""
+    """Tokens per round by temperature, of lines of serving/sampling.py or conditional.py."""
     last = {}
     for line in map(json.loads, filter(None, path.read_text().splitlines())):
         filters = [f"top-k {line['top_k']}"] if line.get("top_k") else []
@@ -307,7 +308,8 @@ def main() -> None:
     args = parser.parse_args()
     # the same data give the same file, and text stays text
     matplotlib.rcParams.update({"svg.hashsalt": "ddtree", "svg.fonttype": "none"})
-    if writer := {"sampling": sampling, "text": serving_text}.get(args.data.stem.split("_")[0]):
+    writers = {"sampling": sampling, "conditional": sampling, "text": serving_text}
+    if writer := writers.get(args.data.stem.split("_")[0]):
         writer(args.data)
         return
     lines = read(args.data)

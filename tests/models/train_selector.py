@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a DFlash2 selector for a trained pair: a head that scores each candidate token below each of its parents.
 
-    python3 tests/models/train_selector.py --out DIR                        # the nano pair; one GPU: a minute or two
+    python3 tests/models/train_selector.py --out DIR                        # the nano pair; 40 s on an H200
     python3 tests/models/train_selector.py --out DIR --texts 64 --steps 40  # CPU: checks the program
 
 writes DIR/dflash2, which vLLM loads as `DFlash2DraftModel`, and DIR/selector.json. The drafter's layers stay as they
