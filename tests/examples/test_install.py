@@ -24,7 +24,9 @@ def pkg_config(prefix: Path, *options: str) -> list[str]:
 def build(prefix: Path, out: Path, *options: str) -> str:
     """Compiles the C example against the prefix and runs it: what it printed."""
     flags = pkg_config(prefix, "--cflags", "--libs", *options)
-    run(CC, *STRICT, EXAMPLES / "round.c", "-o", out, *flags, f"-Wl,-rpath,{prefix}/lib", "-lm")
+    # the example's own; a static library must name it
+    flags += [] if "--static" in options else ["-lm"]
+    run(CC, *STRICT, EXAMPLES / "round.c", "-o", out, *flags, f"-Wl,-rpath,{prefix}/lib")
     return run(out)
 
 
