@@ -17,7 +17,7 @@ usage: ci/run.sh STEP
   setup                install the Python environment into .venv (skipped while its lock files are unchanged)
   build                setup, then build libddtree, install vllm_ddtree and patch the installed vLLM
   test [--full] [STAGE...]
-                       build, then run the tests: all, or of some stages, which are rust, c (tests/c) and the
+                       build, then run the tests: all, or of some stages, which are lint, rust, c (tests/c) and the
                        folders of tests/ with Python tests; --full: also what takes long
   demo [--cpu] [--json FILE] [OPTION...]
                        build, then serve a model three ways and compare, on the GPU if there is one (installs vLLM for it into
@@ -133,6 +133,7 @@ export_vllm_environment() {
 
 # Every stage that exists, the longest last: Rust, C, then each folder of tests/ with Python tests.
 all_stages() {
+    echo lint
     echo rust
     [[ ! -x tests/c/run.sh ]] || echo c
     local folder
@@ -159,6 +160,7 @@ count_tests() {
 
 run_stage() {
     case $1 in
+    lint) step_lint ;;
     rust) cargo test --release --locked ;;
     c) tests/c/run.sh ;;
     # vLLM's engines use one core here; what a file's tests share, they share in one process
@@ -322,17 +324,31 @@ step_wheel() {
         "${CARGO_TARGET_DIR:-target}/$target/release/libddtree.so"
 }
 
+# COMPONENT COMMAND [OPTION...]: a cargo command that rustup may have to install.
+lint_with() {
+    local component=$1
+    shift
+    if cargo "$1" --version >/dev/null 2>&1 || rustup component add "$component" >/dev/null 2>&1; then
+        cargo "$@"
+    else
+        say "lint: skipped cargo $1, which is not installed and rustup cannot install"
+    fi
+}
+
+# Says all that is wrong, not the first; as a stage of `test` it runs without errexit.
 step_lint() {
-    step_setup
-    cargo fmt --check
-    cargo clippy --release --locked --all-targets -- -D warnings
-    "$VENV/bin/ruff" check --config ci/ruff.toml .
+    local status=0
+    step_setup || return
+    lint_with rustfmt fmt --check || status=1
+    lint_with clippy clippy --release --locked --all-targets -- -D warnings || status=1
+    "$VENV/bin/ruff" check --config ci/ruff.toml . || status=1
     # nothing may be for x86-64 alone
     if rustup target add aarch64-unknown-linux-gnu >/dev/null 2>&1; then
-        cargo check --locked --lib --no-default-features --target aarch64-unknown-linux-gnu
+        cargo check --locked --lib --no-default-features --target aarch64-unknown-linux-gnu || status=1
     else
         say "lint: skipped the check for AArch64, whose standard library rustup cannot install"
     fi
+    return $status
 }
 
 step_lock() {
