@@ -244,7 +244,7 @@ fn states_do_not_drift_from_plain_decoding_over_200_rounds() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, max_shrink_iters: 10, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 10, ..common::cases(12) })]
 
     /// The reference is written in the documented order of operations, so nothing may differ.
     #[test]

@@ -92,7 +92,7 @@ fn random_spec(rng: &mut Rng, dtype: DType) -> Spec {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20, ..ProptestConfig::default() }
+    ProptestConfig { max_shrink_iters: 20, ..common::cases(cases) }
 }
 
 proptest! {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Strided views: addresses, bounds, conversions, and what is refused.
 
+mod common;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ddtree::{DType, Error, Status, TensorMut, TensorRef};
@@ -16,7 +18,7 @@ fn panics<T>(body: impl FnOnce() -> T) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(200))]
 
     /// Every way to reach an element gives the one at the sum of index times stride.
     #[test]

@@ -191,7 +191,7 @@ fn padded<T: Copy>(values: impl IntoIterator<Item = T>, len: usize, padding: T) 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(300))]
 
     #[test]
     fn equals_an_independent_walk(tree in tree(), choices in prop::collection::vec(-2i64..8, 64)) {

@@ -282,7 +282,7 @@ fn dim_major() -> Order {
 const F32_BOUND: f64 = 1e-5;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, max_shrink_iters: 10, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 10, ..common::cases(32) })]
 
     #[test]
     fn random_batches_match_the_dense_softmax(seed: u64) {

@@ -106,7 +106,7 @@ fn any_rows() -> impl Strategy<Value = (usize, usize, Vec<f32>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(300))]
 
     #[test]
     fn equals_the_brute_force_selection(
@@ -325,7 +325,7 @@ fn lattice() -> impl Strategy<Value = LatticeCase> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(300))]
 
     #[test]
     fn lattice_equals_the_brute_force_over_conditioned_scores(
@@ -668,7 +668,7 @@ fn path_scores_saturate() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(300))]
 
     #[test]
     fn with_noise_equals_the_brute_force_over_noised_scores(

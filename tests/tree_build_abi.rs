@@ -172,7 +172,7 @@ fn build(params: &ddt_tree_build_params) -> ddt_status {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(200))]
 
     #[test]
     fn logits_batches_write_every_field(

@@ -5,7 +5,7 @@ mod common;
 
 use std::ptr::null_mut;
 
-use common::buffers::{ABSENT, Context, TreeBuffers, last_error, tensor};
+use common::buffers::{ABSENT, Context, TreeBuffers, last_error, tensor, tensor_mut};
 use ddtree::ffi::*;
 use proptest::prelude::*;
 
@@ -33,8 +33,8 @@ impl Case {
     ) -> (ddt_status, TreeBuffers, Vec<i64>, Vec<i64>) {
         let mut out = TreeBuffers::poisoned(self.num_reqs, self.max_nodes, MAX_DEPTH);
         let (mut source, mut tree) = (self.source.raw(), out.raw());
-        let positions = self.positions.clone().unwrap_or_default();
-        let mrope_positions = self.mrope_positions.clone().unwrap_or_default();
+        let mut positions = self.positions.clone().unwrap_or_default();
+        let mut mrope_positions = self.mrope_positions.clone().unwrap_or_default();
         let rows = positions.len().max(mrope_positions.len() / 2);
         let narrow: Vec<i32> = self.tree_index.iter().map(|&tree| tree as i32).collect();
         let n = self.tree_index.len();
@@ -45,12 +45,12 @@ impl Case {
             tree: &mut tree,
             tree_index: if self.is_wide { tensor(&self.tree_index, &[n]) } else { tensor(&narrow, &[n]) },
             query_start: self.query_start.as_ptr(),
-            positions: if self.positions.is_some() { tensor(&positions, &[rows]) } else { ABSENT },
+            positions: if self.positions.is_some() { tensor_mut(&mut positions, &[rows]) } else { ABSENT },
             mrope_positions: ABSENT,
         };
         if self.mrope_positions.is_some() {
             // the axes vary fastest
-            params.mrope_positions = tensor(&mrope_positions, &[2, rows]);
+            params.mrope_positions = tensor_mut(&mut mrope_positions, &[2, rows]);
             params.mrope_positions.strides[..2].copy_from_slice(&[1, 2]);
         }
         change(&mut params, &mut source, &mut tree);
@@ -145,7 +145,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(300))]
 
     #[test]
     fn trees_and_positions(mut case in case()) {

@@ -71,7 +71,7 @@ fn expected((parents, tokens, priorities, position): &Request, with_priorities: 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(common::cases(200))]
 
     #[test]
     fn equals_the_naive_derivation(case in request(60), with_priorities: bool) {

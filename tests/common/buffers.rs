@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Poisoned caller memory for calls through the C ABI.
 
-use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use ddtree::Tree;
@@ -160,11 +159,20 @@ impl TreeBuffers {
 pub const ABSENT: ddt_tensor =
     ddt_tensor { data: null_mut(), dtype: 0, ndim: 0, shape: [0; 4], strides: [0; 4] };
 
-/// A row-major tensor over `data`.
+/// A row-major tensor over `data`, to be read.
 pub fn tensor<T: ddtree::Element>(data: &[T], shape: &[usize]) -> ddt_tensor {
-    assert_eq!(data.len(), shape.iter().product::<usize>());
+    over(data.as_ptr().cast_mut(), data.len(), shape)
+}
+
+/// A row-major tensor over `data`, to be written.
+pub fn tensor_mut<T: ddtree::Element>(data: &mut [T], shape: &[usize]) -> ddt_tensor {
+    over(data.as_mut_ptr(), data.len(), shape)
+}
+
+fn over<T: ddtree::Element>(data: *mut T, len: usize, shape: &[usize]) -> ddt_tensor {
+    assert_eq!(len, shape.iter().product::<usize>());
     let mut raw = ddt_tensor {
-        data: data.as_ptr() as *mut c_void,
+        data: data.cast(),
         dtype: T::DTYPE as u32,
         ndim: shape.len() as u32,
         shape: [-5; 4],

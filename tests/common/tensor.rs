@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tensors with any memory order and gaps, in memory whose every other byte is watched.
 
+use std::cell::Cell;
+
 use ddtree::DType;
 use ddtree::ffi::ddt_tensor;
 use half::{bf16, f16};
@@ -40,8 +42,8 @@ pub struct Buffer {
     pub dtype: DType,
     pub shape: Vec<usize>,
     pub strides: Vec<usize>,
-    /// u64 for the alignment.
-    words: Vec<u64>,
+    /// u64 for the alignment; calls write through shared references.
+    words: Vec<Cell<u64>>,
 }
 
 impl Buffer {
@@ -54,7 +56,7 @@ impl Buffer {
         }
         let last: usize = shape.iter().zip(&strides).map(|(&n, &s)| n.saturating_sub(1) * s).sum();
         let bytes = (last + 1 + 2 * MARGIN) * dtype.size();
-        let words = vec![u64::from_ne_bytes([POISON; 8]); bytes.div_ceil(8)];
+        let words = vec![Cell::new(u64::from_ne_bytes([POISON; 8])); bytes.div_ceil(8)];
         Self { dtype, shape: shape.to_vec(), strides, words }
     }
 
@@ -148,8 +150,9 @@ impl Buffer {
 
     /// What the C ABI takes.
     pub fn tensor(&self) -> ddt_tensor {
+        let start = self.words.as_ptr().cast::<u8>().wrapping_add(MARGIN * self.dtype.size());
         let mut tensor = ddt_tensor {
-            data: self.bytes()[MARGIN * self.dtype.size()..].as_ptr().cast_mut().cast(),
+            data: start.cast_mut().cast(),
             dtype: self.dtype as u32,
             ndim: self.shape.len() as u32,
             shape: [i64::MIN; 4],
