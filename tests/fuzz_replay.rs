@@ -8,7 +8,7 @@ use std::path::Path;
 
 #[test]
 fn corpus() {
-    for operation in ops::OPERATIONS {
+    for (operation, _) in ops::OPERATIONS {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz/corpus").join(operation);
         let entries = std::fs::read_dir(&folder).expect("a folder of inputs");
         let mut paths: Vec<_> = entries.map(|entry| entry.expect("a file").path()).collect();
@@ -24,7 +24,7 @@ fn corpus() {
 #[test]
 fn random_bytes() {
     let mut state = 0x2545_f491_4f6c_dd1du64;
-    for (length, operation) in (0..600)
+    for (length, (operation, _)) in (0..600)
         .step_by(if cfg!(miri) { 20 } else { 1 })
         .cycle()
         .zip(ops::OPERATIONS.into_iter().cycle())

@@ -13,7 +13,7 @@ use std::ptr::{null, null_mut};
 use ddtree::ffi::*;
 
 /// Reads numbers from the input; zeros when it has ended.
-struct Bytes<'a>(&'a [u8]);
+pub struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
     fn byte(&mut self) -> u8 {
@@ -129,9 +129,9 @@ fn overlap(bytes: &mut Bytes<'_>, outputs: &[Field], places: &[Place]) -> bool {
 
 /// The same for an output that is longer than the inputs: moves up to three of them, with what they
 /// hold, to where the call writes.
-fn carry<T: Copy + PartialEq>(bytes: &mut Bytes<'_>, inputs: &[Field], output: &mut Buffer<T>) {
+fn carry<T: Copy + PartialEq>(bytes: &mut Bytes<'_>, inputs: &[Field], output: &mut Buffer<T>) -> bool {
     if bytes.byte() < 128 {
-        return;
+        return false;
     }
     let to = output.place();
     for _ in 0..=bytes.below(3) {
@@ -146,6 +146,18 @@ fn carry<T: Copy + PartialEq>(bytes: &mut Bytes<'_>, inputs: &[Field], output: &
         }
     }
     output.before.clone_from(&output.memory);
+    true
+}
+
+/// Leaves out up to three fields, in every second input that is long enough.
+fn leave_out(bytes: &mut Bytes<'_>, fields: &[Field]) {
+    if bytes.byte() < 128 {
+        return;
+    }
+    for _ in 0..=bytes.below(3) {
+        // SAFETY: the field is one of the caller's parameters.
+        unsafe { *fields[bytes.below(fields.len())].pointer = null_mut() };
+    }
 }
 
 /// Bytes of a buffer now and as they were, whatever its type.
@@ -225,6 +237,15 @@ fn tensor<T: Copy + PartialEq>(
         tensor.dtype = 0;
     }
     tensor
+}
+
+/// Makes two heads of every two entries of axis 0, in the same memory.
+fn pair_heads(tensor: &mut ddt_tensor) {
+    if tensor.shape[1] == 1 {
+        (tensor.shape[0], tensor.shape[1]) = (tensor.shape[0] / 2, 2);
+        tensor.strides[1] = tensor.strides[0];
+        tensor.strides[0] = tensor.strides[0].wrapping_mul(2);
+    }
 }
 
 /// All arrays of a batch of trees.
@@ -336,7 +357,10 @@ impl Trees {
     }
 
     /// What an operation wrote is a tree: parents first, children in their parent's interval.
-    fn check_trees(&self) {
+    fn check_trees(&self, tree: &ddt_tree) {
+        if tree.parents.is_null() || tree.depths.is_null() || tree.subtree_end.is_null() {
+            return;
+        }
         let [_, parents, depths, _, _, subtree_end, _] =
             self.per_node.each_ref().map(|field| &field.memory[GUARD..]);
         for r in 0..self.num_reqs {
@@ -426,6 +450,14 @@ fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     places.extend([num_nodes.place(), parents.place(), priorities.place(), positions.place(), order.place()]);
     let overlaps = overlap(bytes, &outputs, &places);
     shorten(bytes, &mut params.struct_size);
+    let mut tokens = ints(bytes, slots);
+    if bytes.byte() >= 128 {
+        params.tokens = tokens.pointer();
+    }
+    let mut optional = outputs;
+    optional.push(field(&mut params.priorities, &mut priorities));
+    optional.push(field(&mut params.root_positions, &mut positions));
+    leave_out(bytes, &optional);
     params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_mask(context, &params, null_mut()) });
@@ -435,8 +467,9 @@ fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     parents.check("parents", is_ok && overlaps);
     priorities.check("priorities", is_ok && overlaps);
     positions.check("root_positions", is_ok && overlaps);
-    if is_ok && !tree.parents.is_null() && !overlaps {
-        trees.check_trees();
+    tokens.check("tokens", false);
+    if is_ok && !overlaps {
+        trees.check_trees(&tree);
     }
 }
 
@@ -483,7 +516,8 @@ fn tree_build(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     if optional & 4 != 0 {
         params.depth_scales = scales.pointer();
     }
-    if optional & 8 != 0 {
+    let has_index = optional & 8 != 0;
+    if has_index {
         params.tree_index = tensor(bytes, &mut index, DDT_DTYPE_I32, &[reqs]);
     }
     let (mut spines, mut min_depths) = (ints(bytes, reqs), ints(bytes, reqs));
@@ -517,6 +551,24 @@ fn tree_build(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     places.extend([positions.place(), seeds.place()]);
     let overlaps = overlap(bytes, &outputs, &places);
     shorten(bytes, &mut params.struct_size);
+    let mut long_index = longs(bytes, reqs);
+    if has_index {
+        if bytes.byte() >= 128 {
+            params.tree_index = tensor(bytes, &mut long_index, DDT_DTYPE_I64, &[reqs]);
+        }
+        // fewer requests than trees
+        let batch = (reqs - bytes.below(reqs + 1)) as i64;
+        for tensor in [
+            &mut params.tree_index,
+            &mut params.logits,
+            &mut params.candidate_tokens,
+            &mut params.candidate_scores,
+            &mut params.transition_scores,
+        ] {
+            tensor.shape[0] = tensor.shape[0].min(batch);
+        }
+    }
+    leave_out(bytes, &outputs);
     params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_build(context, &params, null_mut()) });
@@ -527,9 +579,10 @@ fn tree_build(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     float_inputs.iter().for_each(|input| input.check("an input of floats", is_ok && overlaps));
     positions.check("root_positions", is_ok && overlaps);
     seeds.check("seeds", is_ok && overlaps);
+    long_index.check("tree_index", false);
     // with an index some trees may stay as they were
-    if is_ok && !tree.parents.is_null() && optional & 8 == 0 && !overlaps {
-        trees.check_trees();
+    if is_ok && !has_index && !overlaps {
+        trees.check_trees(&tree);
     }
 }
 
@@ -576,6 +629,7 @@ fn tree_accept(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     places.extend([node_tokens.place(), tokens.place(), accepted_rows.place()]);
     let overlaps = overlap(bytes, &outputs, &places);
     shorten(bytes, &mut params.struct_size);
+    leave_out(bytes, &outputs);
     params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_accept(context, &params, null_mut()) });
@@ -636,6 +690,15 @@ fn tree_attention(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     ];
     carry(bytes, &inputs, &mut out);
     shorten(bytes, &mut params.struct_size);
+    let heads = bytes.byte();
+    if heads & 1 != 0 {
+        pair_heads(&mut params.query);
+        pair_heads(&mut params.out);
+    }
+    if heads & 2 != 0 {
+        pair_heads(&mut params.key_cache);
+        pair_heads(&mut params.value_cache);
+    }
     params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_attention(context, &params, null_mut()) });
@@ -716,6 +779,10 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
         let target = if bytes.byte() < 128 { &mut out } else { &mut stash };
         carry(bytes, &inputs, target);
         shorten(bytes, &mut params.struct_size);
+        let mut bias = big(CHANNELS);
+        if bytes.byte() >= 128 {
+            layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
+        }
         (params.layer, params.tree) = (layer, &mut tree);
         // SAFETY: every buffer is as long as the parameters say.
         let is_ok = succeeded(unsafe { ddt_gdn_verify(context, &params, null_mut()) });
@@ -766,11 +833,22 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
         field(&mut layer.stash_gates.data, &mut gates),
         field(&mut kv.row_slots, &mut row_slots),
     ];
-    carry(bytes, &inputs, &mut state);
+    let is_carried = carry(bytes, &inputs, &mut state);
     // keys and values that share their memory
     overlap(bytes, &[field(&mut kv.value_cache.data, &mut values)], &[keys.place(), state.place()]);
     shorten(bytes, &mut params.struct_size);
-    (params.gdn_layers, params.kv_layers, params.tree) = (&layer, &kv, &mut tree);
+    let mut bias = big(CHANNELS);
+    if bytes.byte() >= 128 {
+        layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
+    }
+    let (gdn_layers, kv_layers) = ([layer; 2], [kv; 2]);
+    if bytes.byte() >= 224 {
+        params.num_kv_layers = [0, 2, -1][bytes.below(3)];
+        // without a stash nothing but query_start says how long row_slots is: it must be right then
+        params.num_gdn_layers = [1, 0, 2, -1][if is_carried { 0 } else { bytes.below(4) }];
+    }
+    (params.gdn_layers, params.kv_layers) = (gdn_layers.as_ptr(), kv_layers.as_ptr());
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_commit(context, &params, null_mut()) });
     // SAFETY: as above.
@@ -889,37 +967,28 @@ fn context(bytes: &mut Bytes<'_>) {
     }
 }
 
-/// The operations, which are also the fuzz targets and the folders of the corpus.
-#[allow(dead_code)] // a fuzz target names its own
-pub const OPERATIONS: [&str; 8] = [
-    "tree_mask",
-    "tree_build",
-    "tree_accept",
-    "tree_attention",
-    "gdn_verify",
-    "commit",
-    "tree_gather",
-    "context",
+type Operation = fn(&mut Bytes<'_>, *const ddt_context);
+
+/// The operations, and the names of their fuzz targets and of their folders in the corpus.
+pub const OPERATIONS: [(&str, Operation); 8] = [
+    ("tree_mask", tree_mask),
+    ("tree_build", tree_build),
+    ("tree_accept", tree_accept),
+    ("tree_attention", tree_attention),
+    ("gdn_verify", |bytes, cpu| layers(bytes, cpu, false)),
+    ("commit", |bytes, cpu| layers(bytes, cpu, true)),
+    ("tree_gather", tree_gather),
+    ("context", |bytes, _| context(bytes)),
 ];
 
 /// One call on a CPU context. Panics where the library did what it must not.
 pub fn run(operation: &str, data: &[u8]) {
+    let (_, call) = OPERATIONS.iter().find(|(name, _)| *name == operation).expect("an operation");
     let params = params!(ddt_context_params { abi_version: DDT_ABI_VERSION });
     let mut cpu = null_mut();
     // SAFETY: both pointers are valid.
     assert_eq!(unsafe { ddt_context_create(&params, &mut cpu) }, DDT_OK);
-    let bytes = &mut Bytes(data);
-    match operation {
-        "tree_mask" => tree_mask(bytes, cpu),
-        "tree_build" => tree_build(bytes, cpu),
-        "tree_accept" => tree_accept(bytes, cpu),
-        "tree_attention" => tree_attention(bytes, cpu),
-        "gdn_verify" => layers(bytes, cpu, false),
-        "commit" => layers(bytes, cpu, true),
-        "tree_gather" => tree_gather(bytes, cpu),
-        "context" => context(bytes),
-        _ => panic!("no operation {operation}"),
-    }
+    call(&mut Bytes(data), cpu);
     // SAFETY: made above, and nobody else has it.
     unsafe { ddt_context_free(cpu) };
 }
