@@ -90,6 +90,22 @@ impl<T: Copy + PartialEq> Buffer<T> {
     fn place(&mut self) -> Place {
         Place { start: self.pointer().cast(), bytes: (self.memory.len() - 2 * GUARD) * size_of::<T>() }
     }
+
+    /// `may_write`: the call succeeded, and this is one of its outputs.
+    fn check(&self, name: &str, may_write: bool) {
+        // a NaN differs from itself, its bytes do not
+        fn bytes<T>(all: &[T]) -> &[u8] {
+            // SAFETY: integers and floats have no padding.
+            unsafe { std::slice::from_raw_parts(all.as_ptr().cast::<u8>(), size_of_val(all)) }
+        }
+        let (now, before) = (&self.memory, &self.before);
+        let end = now.len() - GUARD;
+        assert_eq!(bytes(&now[..GUARD]), bytes(&before[..GUARD]), "{name}: written before its start");
+        assert_eq!(bytes(&now[end..]), bytes(&before[end..]), "{name}: written after its end");
+        if !may_write {
+            assert_eq!(bytes(now), bytes(before), "{name}: written");
+        }
+    }
 }
 
 /// Memory between two guards.
@@ -157,28 +173,6 @@ fn leave_out(bytes: &mut Bytes<'_>, fields: &[Field]) {
     for _ in 0..=bytes.below(3) {
         // SAFETY: the field is one of the caller's parameters.
         unsafe { *fields[bytes.below(fields.len())].pointer = null_mut() };
-    }
-}
-
-/// Bytes of a buffer now and as they were, whatever its type.
-trait Checked {
-    /// `may_write`: the call succeeded, and this is one of its outputs.
-    fn check(&self, name: &str, may_write: bool);
-}
-
-impl<T: Copy> Checked for Buffer<T> {
-    fn check(&self, name: &str, may_write: bool) {
-        // SAFETY: integers and floats have no padding.
-        let bytes = |all: &[T]| unsafe {
-            std::slice::from_raw_parts(all.as_ptr().cast::<u8>(), size_of_val(all)).to_vec()
-        };
-        let (now, before) = (&self.memory, &self.before);
-        let end = now.len() - GUARD;
-        assert_eq!(bytes(&now[..GUARD]), bytes(&before[..GUARD]), "{name}: written before its start");
-        assert_eq!(bytes(&now[end..]), bytes(&before[end..]), "{name}: written after its end");
-        if !may_write {
-            assert_eq!(bytes(now), bytes(before), "{name}: written");
-        }
     }
 }
 
@@ -732,7 +726,7 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
             pattern[i % 8]
         })
     };
-    let (mut weight, mut conv) = (big(CHANNELS * 4), big(slots * CHANNELS * 3));
+    let (mut weight, mut bias, mut conv) = (big(CHANNELS * 4), big(CHANNELS), big(slots * CHANNELS * 3));
     let (mut state, mut stash) = (big(slots * DIM * DIM), big(total * CHANNELS));
     let (mut gates, mut qkv, mut out) = (big(total * 2), big(total * CHANNELS), big(total * DIM));
     let (mut a, mut b) = (floats(bytes, total), floats(bytes, total));
@@ -779,7 +773,6 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
         let target = if bytes.byte() < 128 { &mut out } else { &mut stash };
         carry(bytes, &inputs, target);
         shorten(bytes, &mut params.struct_size);
-        let mut bias = big(CHANNELS);
         if bytes.byte() >= 128 {
             layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
         }
@@ -792,6 +785,7 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
         query_start.check("query_start", false);
         state_slots.check("state_slots", false);
         weight.check("conv_weight", false);
+        bias.check("conv_bias", false);
         conv.check("conv_state", false);
         state.check("ssm_state", false);
         qkv.check("mixed_qkv", false);
@@ -837,7 +831,6 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     // keys and values that share their memory
     overlap(bytes, &[field(&mut kv.value_cache.data, &mut values)], &[keys.place(), state.place()]);
     shorten(bytes, &mut params.struct_size);
-    let mut bias = big(CHANNELS);
     if bytes.byte() >= 128 {
         layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
     }
@@ -858,6 +851,8 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     count.check("num_accepted", false);
     nodes.check("accepted_nodes", false);
     state_slots.check("state_slots", false);
+    weight.check("conv_weight", false);
+    bias.check("conv_bias", false);
     stash.check("stash_qkv", false);
     gates.check("stash_gates", false);
     row_slots.check("row_slots", false);
