@@ -300,11 +300,10 @@ unsafe fn run(params: &ddt_tree_gather_params) -> Result<()> {
             }
         }
         num_nodes.fill(num_trees, gather.dims.num_reqs, 0);
-        for tree in &kept {
-            let &Some((slot, nodes, first_row)) = tree else { continue };
-            if depths.is_empty() {
-                continue;
-            }
+        if !gather.moves_positions() {
+            return Ok(());
+        }
+        for &(slot, nodes, first_row) in kept.iter().flatten() {
             for node in 0..nodes {
                 let delta = i64::from(depths[slot * max_nodes + node]) - node as i64;
                 gather.add(first_row + node, delta);

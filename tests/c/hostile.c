@@ -292,8 +292,6 @@ static void scores(ddt_context *context) {
 
 // ---- outputs that lie on inputs: a status, and the canaries stay
 
-static void *input_in(void *place, const void *from, size_t size) { return memcpy(place, from, size); }
-
 // The first row of the second tree is read after the first tree was written, onto it.
 static void gather_onto_query_start(ddt_context *context) {
   const int32_t counts[2] = {2, 2}, index[2] = {0, 1}, start[3] = {0, 2, 4}, depths[4] = {0, 1, 0, 1};
@@ -326,7 +324,7 @@ static void gather_onto_query_start(ddt_context *context) {
   params.positions.data = positions;
   params.positions.dtype = DDT_DTYPE_I64;
   params.positions.shape[0] = 4;
-  params.query_start = (int32_t *)input_in(tree.tokens, start, sizeof start);
+  params.query_start = (int32_t *)memcpy(tree.tokens, start, sizeof start);
   ddt_status status = ddt_tree_gather(context, &params, NULL);
   CHECK(status == DDT_OK);
   // what lies on nothing is what it would have been, and nodes are where their depths say: no change
@@ -366,7 +364,7 @@ static void attend_onto_tables(ddt_context *context, int is_table) {
   params.key_cache.strides[3] = 1;
   params.value_cache = params.key_cache;
   params.block_table = params.out;
-  params.block_table.data = is_table ? input_in(out, blocks, sizeof blocks) : table;
+  params.block_table.data = is_table ? memcpy(out, blocks, sizeof blocks) : table;
   params.block_table.dtype = DDT_DTYPE_I32;
   params.block_table.ndim = 2;
   params.block_table.shape[1] = 1;
@@ -376,7 +374,7 @@ static void attend_onto_tables(ddt_context *context, int is_table) {
   params.tree = &tree;
   params.softmax_scale = 1;
   uint32_t *own_bits = tree.ancestor_bits;
-  if (!is_table) tree.ancestor_bits = (uint32_t *)input_in(out, bits, sizeof bits);
+  if (!is_table) tree.ancestor_bits = (uint32_t *)memcpy(out, bits, sizeof bits);
   ddt_status status = ddt_tree_attention(context, &params, NULL);
   CHECK(status == DDT_OK);
   check_outputs(status);
