@@ -8,8 +8,10 @@
 // before a call returns. Every other pointer is NULL or points to what its type and comment say, in
 // memory of the context's device, and is borrowed until the call returns (on a GPU: until the stream
 // has passed it). The library keeps and frees nothing of the caller's. Inputs are never written and
-// must not overlap outputs. Zero a parameter struct, set struct_size, then the fields you need: what
-// stays zero is absent.
+// must not overlap outputs, nor outputs each other. Nothing looks for overlaps: on the CPU outputs, and
+// what they overlap, hold unspecified values then, and the rest of this still holds; on a GPU nothing is
+// promised. Zero a parameter struct, set struct_size, then the fields you need: what stays zero is
+// absent.
 //
 // Shapes: `[R][N]` is an array of the pointer's type in row-major order without gaps; `[R,N]` is a
 // tensor, which carries dtype and strides (ddt_tensor). Lengths and strides count elements, names in

@@ -177,6 +177,10 @@ struct Request {
     num_nodes: usize,
     /// KV token of the root, which is the number of tokens that all nodes see.
     root_token: usize,
+    /// Blocks of all tokens that its rows see, and the nodes that each node sees. Copies: what was
+    /// checked must stay so while `out` is written, wherever that is.
+    blocks: Vec<usize>,
+    ancestors: Vec<Vec<usize>>,
 }
 
 impl Request {
@@ -214,9 +218,9 @@ impl Plan {
         for (index, rows) in request_rows(args.query_start, args.num_nodes, dims.num_rows)?.iter().enumerate()
         {
             if rows.num_nodes > 0 {
-                let request = Request::new(args, index, rows)?;
-                request.check_blocks(args)?;
-                request.check_ancestors(args)?;
+                let mut request = Request::new(args, index, rows)?;
+                request.read_blocks(args)?;
+                request.read_ancestors(args)?;
                 requests.push(request);
             }
         }
@@ -257,11 +261,13 @@ impl Request {
             prefix_rows,
             num_nodes,
             root_token: seq_len as usize - num_rows + prefix_rows,
+            blocks: Vec::new(),
+            ancestors: Vec::new(),
         })
     }
 
-    /// Checks the blocks of all tokens that the request's rows see.
-    fn check_blocks(&self, args: &TreeAttention) -> Result<()> {
+    /// Reads and checks the blocks of all tokens that the request's rows see.
+    fn read_blocks(&mut self, args: &TreeAttention) -> Result<()> {
         let (num_blocks, block_size) = (args.key_cache.shape()[0], args.key_cache.shape()[2]);
         let max_blocks = args.block_table.shape()[1];
         let used = (self.root_token + self.num_nodes).div_ceil(block_size);
@@ -282,16 +288,15 @@ impl Request {
                     self.index
                 );
             }
+            self.blocks.push(block as usize);
         }
         Ok(())
     }
 
-    fn check_ancestors(&self, args: &TreeAttention) -> Result<()> {
+    fn read_ancestors(&mut self, args: &TreeAttention) -> Result<()> {
         for node in 0..self.num_nodes {
-            let mut last = None;
-            for ancestor in ancestors(args, self.index, node) {
-                last = Some(ancestor);
-            }
+            let ancestors: Vec<_> = ancestors(args, self.index, node).collect();
+            let last = ancestors.last().copied();
             if last != Some(node) {
                 bail!(
                     InvalidValue,
@@ -299,6 +304,7 @@ impl Request {
                     self.index
                 );
             }
+            self.ancestors.push(ancestors);
         }
         Ok(())
     }
@@ -343,8 +349,8 @@ impl Cache<'_> {
         while token < tokens.end {
             let offset = token % block_size;
             let len = (block_size - offset).min(tokens.end - token);
-            let block = self.args.block_table.get_i32(&[self.request.index, token / block_size]);
-            load(token - tokens.start, block as usize, offset..offset + len);
+            let block = self.request.blocks[token / block_size];
+            load(token - tokens.start, block, offset..offset + len);
             token += len;
         }
     }
@@ -559,8 +565,9 @@ impl Lines {
         });
         let mut weights = Vec::new();
         for node in 0..request.num_nodes {
-            let path: Vec<_> = ancestors(cache.args, request.index, node)
-                .map(|ancestor| ancestor * head_dim..(ancestor + 1) * head_dim)
+            let path: Vec<_> = request.ancestors[node]
+                .iter()
+                .map(|&ancestor| ancestor * head_dim..(ancestor + 1) * head_dim)
                 .collect();
             let first_line = (request.prefix_rows + node) * self.group;
             for line in first_line..first_line + self.group {

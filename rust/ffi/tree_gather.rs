@@ -246,7 +246,8 @@ unsafe fn run(params: &ddt_tree_gather_params) -> Result<()> {
         };
         let num_rows = gather.num_rows().unwrap_or(i32::MAX as usize);
 
-        // the source's tree and the nodes that it keeps, before anything is written
+        // the source's tree, the nodes that it keeps and its first row, before anything is written:
+        // query_start may lie where trees go
         let mut kept = Vec::with_capacity(num_trees);
         for i in 0..num_trees {
             let (start, end) = (query_start[i], query_start[i + 1]);
@@ -281,12 +282,12 @@ unsafe fn run(params: &ddt_tree_gather_params) -> Result<()> {
                     );
                 }
             }
-            kept.push(Some((slot, nodes)));
+            kept.push(Some((slot, nodes, start as usize)));
         }
 
         let max_nodes = source_dims.max_nodes;
         for (i, tree) in kept.iter().enumerate() {
-            let Some((slot, nodes)) = *tree else {
+            let Some((slot, nodes, _)) = *tree else {
                 num_nodes.write(i, 0);
                 continue;
             };
@@ -299,14 +300,13 @@ unsafe fn run(params: &ddt_tree_gather_params) -> Result<()> {
             }
         }
         num_nodes.fill(num_trees, gather.dims.num_reqs, 0);
-        for (i, tree) in kept.iter().enumerate() {
-            let &Some((slot, nodes)) = tree else { continue };
-            if depths.is_empty() {
-                continue;
-            }
+        if !gather.moves_positions() {
+            return Ok(());
+        }
+        for &(slot, nodes, first_row) in kept.iter().flatten() {
             for node in 0..nodes {
                 let delta = i64::from(depths[slot * max_nodes + node]) - node as i64;
-                gather.add(query_start[i] as usize + node, delta);
+                gather.add(first_row + node, delta);
             }
         }
     }

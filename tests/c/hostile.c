@@ -290,6 +290,109 @@ static void scores(ddt_context *context) {
   CHECK(build_from(context, 0, 8, 0, 7) == DDT_OK);  // one row for every depth
 }
 
+// ---- outputs that lie on inputs: a status, and the canaries stay
+
+// The first row of the second tree is read after the first tree was written, onto it.
+static void gather_onto_query_start(ddt_context *context) {
+  const int32_t counts[2] = {2, 2}, index[2] = {0, 1}, start[3] = {0, 2, 4}, depths[4] = {0, 1, 0, 1};
+  const int32_t far_away[4] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
+  ddt_tree source;
+  memset(&source, 0, sizeof source);
+  source.struct_size = sizeof source;
+  source.num_reqs = 2;
+  source.max_nodes = 2;
+  source.max_depth = 1;
+  source.num_nodes = (int32_t *)copy_of(counts, sizeof counts);
+  source.tokens = (int32_t *)copy_of(far_away, sizeof far_away);
+  source.depths = (int32_t *)copy_of(depths, sizeof depths);
+  ddt_tree tree = source;
+  tree.num_nodes = (int32_t *)output(sizeof counts);
+  tree.tokens = (int32_t *)output(sizeof far_away);
+  tree.depths = NULL;
+  int64_t *positions = (int64_t *)output(4 * sizeof *positions);
+  ddt_tree_gather_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  params.source = &source;
+  params.tree = &tree;
+  params.tree_index.data = copy_of(index, sizeof index);
+  params.tree_index.dtype = DDT_DTYPE_I32;
+  params.tree_index.ndim = 1;
+  params.tree_index.shape[0] = 2;
+  params.tree_index.strides[0] = 1;
+  params.positions = params.tree_index;
+  params.positions.data = positions;
+  params.positions.dtype = DDT_DTYPE_I64;
+  params.positions.shape[0] = 4;
+  params.query_start = (int32_t *)memcpy(tree.tokens, start, sizeof start);
+  ddt_status status = ddt_tree_gather(context, &params, NULL);
+  CHECK(status == DDT_OK);
+  // what lies on nothing is what it would have been, and nodes are where their depths say: no change
+  CHECK(tree.num_nodes[0] == 2 && tree.num_nodes[1] == 2);
+  CHECK(is_poisoned(positions, 4 * sizeof *positions));
+  check_outputs(status);
+  free(source.num_nodes);
+  free(source.tokens);
+  free(source.depths);
+  free(params.tree_index.data);
+}
+
+// The block table and the ancestors of the second request lie where the first one's rows go.
+static void attend_onto_tables(ddt_context *context, int is_table) {
+  enum { DIM = 32, REQS = 2 };
+  const int32_t counts[REQS] = {1, 1}, start[REQS + 1] = {0, 1, 2}, lens[REQS] = {1, 1}, blocks[REQS] = {0, 0};
+  const uint32_t bits[REQS] = {1, 1};
+  float floats[REQS * DIM];
+  for (int i = 0; i < REQS * DIM; i++) floats[i] = 1e30f;
+  float *out = (float *)output(sizeof floats);
+  ddt_tree tree;
+  memset(&tree, 0, sizeof tree);
+  tree.struct_size = sizeof tree;
+  tree.num_reqs = REQS;
+  tree.max_nodes = 1;
+  tree.num_nodes = (int32_t *)copy_of(counts, sizeof counts);
+  tree.ancestor_bits = (uint32_t *)copy_of(bits, sizeof bits);
+  int32_t *table = (int32_t *)copy_of(blocks, sizeof blocks);
+  ddt_tree_attention_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  params.query = tensor_f32((float *)copy_of(floats, sizeof floats), REQS, 1, DIM);
+  params.out = tensor_f32(out, REQS, 1, DIM);
+  params.key_cache = tensor_f32((float *)copy_of(floats, sizeof floats), 1, 1, 1);
+  params.key_cache.ndim = 4;
+  params.key_cache.shape[3] = DIM;
+  params.key_cache.strides[3] = 1;
+  params.value_cache = params.key_cache;
+  params.block_table = params.out;
+  params.block_table.data = is_table ? memcpy(out, blocks, sizeof blocks) : table;
+  params.block_table.dtype = DDT_DTYPE_I32;
+  params.block_table.ndim = 2;
+  params.block_table.shape[1] = 1;
+  params.block_table.strides[0] = 1;
+  params.query_start = (int32_t *)copy_of(start, sizeof start);
+  params.seq_lens = (int32_t *)copy_of(lens, sizeof lens);
+  params.tree = &tree;
+  params.softmax_scale = 1;
+  uint32_t *own_bits = tree.ancestor_bits;
+  if (!is_table) tree.ancestor_bits = (uint32_t *)memcpy(out, bits, sizeof bits);
+  ddt_status status = ddt_tree_attention(context, &params, NULL);
+  CHECK(status == DDT_OK);
+  check_outputs(status);
+  free(tree.num_nodes);
+  free(own_bits);
+  free(table);
+  free(params.query.data);
+  free(params.key_cache.data);
+  free((void *)params.query_start);
+  free((void *)params.seq_lens);
+}
+
+static void overlaps(ddt_context *context) {
+  gather_onto_query_start(context);
+  attend_onto_tables(context, 1);
+  attend_onto_tables(context, 0);
+}
+
 int main(void) {
   alarm(300);  // a hang is a failure
   ddt_context *context = cpu_context();
@@ -297,6 +400,7 @@ int main(void) {
   trees(context);
   links(context);
   scores(context);
+  overlaps(context);
   ddt_context_free(context);
   puts("hostile: ok");
   return 0;

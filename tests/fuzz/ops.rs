@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a fuzzer's bytes do: a call of one operation of the C ABI with hostile values in buffers
 //! that are as long as the parameters say. Whatever they are, the call must return a status, leave
-//! inputs and the memory around outputs alone, and write nothing unless it returns DDT_OK.
+//! inputs and the memory around outputs alone, and write nothing unless it returns DDT_OK. Outputs
+//! may lie on inputs: then those may change too, and nothing is said of what they hold.
+//!
+//! What an operation takes is only ever appended to: an input that has ended reads as zeros, so
+//! older inputs stay the calls that they were.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -9,7 +13,7 @@ use std::ptr::{null, null_mut};
 use ddtree::ffi::*;
 
 /// Reads numbers from the input; zeros when it has ended.
-struct Bytes<'a>(&'a [u8]);
+pub struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
     fn byte(&mut self) -> u8 {
@@ -82,20 +86,18 @@ impl<T: Copy + PartialEq> Buffer<T> {
         // SAFETY: the guard is inside of the allocation.
         unsafe { self.memory.as_mut_ptr().add(GUARD) }
     }
-}
 
-/// Bytes of a buffer now and as they were, whatever its type.
-trait Checked {
+    fn place(&mut self) -> Place {
+        Place { start: self.pointer().cast(), bytes: (self.memory.len() - 2 * GUARD) * size_of::<T>() }
+    }
+
     /// `may_write`: the call succeeded, and this is one of its outputs.
-    fn check(&self, name: &str, may_write: bool);
-}
-
-impl<T: Copy> Checked for Buffer<T> {
     fn check(&self, name: &str, may_write: bool) {
-        // SAFETY: integers and floats have no padding.
-        let bytes = |all: &[T]| unsafe {
-            std::slice::from_raw_parts(all.as_ptr().cast::<u8>(), size_of_val(all)).to_vec()
-        };
+        // a NaN differs from itself, its bytes do not
+        fn bytes<T>(all: &[T]) -> &[u8] {
+            // SAFETY: integers and floats have no padding.
+            unsafe { std::slice::from_raw_parts(all.as_ptr().cast::<u8>(), size_of_val(all)) }
+        }
         let (now, before) = (&self.memory, &self.before);
         let end = now.len() - GUARD;
         assert_eq!(bytes(&now[..GUARD]), bytes(&before[..GUARD]), "{name}: written before its start");
@@ -103,6 +105,74 @@ impl<T: Copy> Checked for Buffer<T> {
         if !may_write {
             assert_eq!(bytes(now), bytes(before), "{name}: written");
         }
+    }
+}
+
+/// Memory between two guards.
+struct Place {
+    start: *mut c_void,
+    bytes: usize,
+}
+
+/// A pointer of the parameters, and the memory that it would point to.
+struct Field {
+    pointer: *mut *mut c_void,
+    place: Place,
+}
+
+fn field<P, T: Copy + PartialEq>(pointer: &mut P, buffer: &mut Buffer<T>) -> Field {
+    assert_eq!(size_of::<P>(), size_of::<*mut c_void>());
+    Field { pointer: (&raw mut *pointer).cast(), place: buffer.place() }
+}
+
+/// Puts up to three outputs onto other memory of the call, in every second input that is long
+/// enough; returns whether it did. Absent outputs stay absent.
+fn overlap(bytes: &mut Bytes<'_>, outputs: &[Field], places: &[Place]) -> bool {
+    if bytes.byte() < 128 {
+        return false;
+    }
+    for _ in 0..=bytes.below(3) {
+        let (output, place) = (&outputs[bytes.below(outputs.len())], &places[bytes.below(places.len())]);
+        // SAFETY: the field is one of the caller's parameters.
+        let pointer = unsafe { &mut *output.pointer };
+        if !pointer.is_null() && output.place.bytes <= place.bytes {
+            let shifts = (place.bytes - output.place.bytes) / 8 + 1;
+            *pointer = place.start.wrapping_byte_add(bytes.below(shifts) * 8);
+        }
+    }
+    true
+}
+
+/// The same for an output that is longer than the inputs: moves up to three of them, with what they
+/// hold, to where the call writes.
+fn carry<T: Copy + PartialEq>(bytes: &mut Bytes<'_>, inputs: &[Field], output: &mut Buffer<T>) -> bool {
+    if bytes.byte() < 128 {
+        return false;
+    }
+    let to = output.place();
+    for _ in 0..=bytes.below(3) {
+        let input = &inputs[bytes.below(inputs.len())];
+        // SAFETY: the field is one of the caller's parameters.
+        let pointer = unsafe { &mut *input.pointer };
+        if !pointer.is_null() && input.place.bytes <= to.bytes {
+            let shifts = (to.bytes - input.place.bytes) / 8 + 1;
+            *pointer = to.start.wrapping_byte_add(bytes.below(shifts) * 8);
+            // SAFETY: both are as long as that.
+            unsafe { pointer.cast::<u8>().copy_from(input.place.start.cast(), input.place.bytes) };
+        }
+    }
+    output.before.clone_from(&output.memory);
+    true
+}
+
+/// Leaves out up to three fields, in every second input that is long enough.
+fn leave_out(bytes: &mut Bytes<'_>, fields: &[Field]) {
+    if bytes.byte() < 128 {
+        return;
+    }
+    for _ in 0..=bytes.below(3) {
+        // SAFETY: the field is one of the caller's parameters.
+        unsafe { *fields[bytes.below(fields.len())].pointer = null_mut() };
     }
 }
 
@@ -163,6 +233,15 @@ fn tensor<T: Copy + PartialEq>(
     tensor
 }
 
+/// Makes two heads of every two entries of axis 0, in the same memory.
+fn pair_heads(tensor: &mut ddt_tensor) {
+    if tensor.shape[1] == 1 {
+        (tensor.shape[0], tensor.shape[1]) = (tensor.shape[0] / 2, 2);
+        tensor.strides[1] = tensor.strides[0];
+        tensor.strides[0] = tensor.strides[0].wrapping_mul(2);
+    }
+}
+
 /// All arrays of a batch of trees.
 struct Trees {
     num_reqs: usize,
@@ -180,6 +259,10 @@ struct Trees {
 impl Trees {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let (num_reqs, max_nodes, max_depth) = (bytes.below(4), 1 + bytes.below(9), bytes.below(5));
+        Self::with_sizes(bytes, num_reqs, max_nodes, max_depth)
+    }
+
+    fn with_sizes(bytes: &mut Bytes<'_>, num_reqs: usize, max_nodes: usize, max_depth: usize) -> Self {
         let slots = num_reqs * max_nodes;
         Self {
             num_reqs,
@@ -188,7 +271,7 @@ impl Trees {
             num_nodes: ints(bytes, num_reqs),
             per_node: std::array::from_fn(|_| ints(bytes, slots)),
             positions: longs(bytes, slots),
-            bits: ints(bytes, slots),
+            bits: ints(bytes, slots * max_nodes.div_ceil(32)),
             ancestors: ints(bytes, slots * (max_depth + 1)),
             flags: ints(bytes, num_reqs),
             absent: bytes.byte(),
@@ -228,6 +311,34 @@ impl Trees {
         tree
     }
 
+    fn outputs(&mut self, tree: &mut ddt_tree) -> Vec<Field> {
+        let [tokens, parents, depths, first_child, next_sibling, subtree_end, pop_ranks] =
+            self.per_node.each_mut();
+        vec![
+            field(&mut tree.num_nodes, &mut self.num_nodes),
+            field(&mut tree.tokens, tokens),
+            field(&mut tree.parents, parents),
+            field(&mut tree.depths, depths),
+            field(&mut tree.first_child, first_child),
+            field(&mut tree.next_sibling, next_sibling),
+            field(&mut tree.subtree_end, subtree_end),
+            field(&mut tree.pop_ranks, pop_ranks),
+            field(&mut tree.positions, &mut self.positions),
+            field(&mut tree.ancestor_bits, &mut self.bits),
+            field(&mut tree.ancestors, &mut self.ancestors),
+            field(&mut tree.flags, &mut self.flags),
+        ]
+    }
+
+    fn places(&mut self) -> Vec<Place> {
+        let mut places: Vec<_> = self.per_node.iter_mut().map(Buffer::place).collect();
+        for buffer in [&mut self.num_nodes, &mut self.bits, &mut self.ancestors, &mut self.flags] {
+            places.push(buffer.place());
+        }
+        places.push(self.positions.place());
+        places
+    }
+
     fn check(&self, may_write: bool) {
         self.num_nodes.check("num_nodes", may_write);
         for (i, field) in self.per_node.iter().enumerate() {
@@ -240,7 +351,10 @@ impl Trees {
     }
 
     /// What an operation wrote is a tree: parents first, children in their parent's interval.
-    fn check_trees(&self) {
+    fn check_trees(&self, tree: &ddt_tree) {
+        if tree.parents.is_null() || tree.depths.is_null() || tree.subtree_end.is_null() {
+            return;
+        }
         let [_, parents, depths, _, _, subtree_end, _] =
             self.per_node.each_ref().map(|field| &field.memory[GUARD..]);
         for r in 0..self.num_reqs {
@@ -264,10 +378,10 @@ impl Trees {
 
 /// `[R + 1]` row numbers, usually those of `rows` rows for each request; never more rows than there
 /// are, because their last one says how long arrays of the caller are.
-fn query_start(bytes: &mut Bytes<'_>, trees: &Trees, rows: usize) -> Buffer<i32> {
+fn query_start(bytes: &mut Bytes<'_>, num_reqs: usize, rows: usize) -> Buffer<i32> {
     let mut next = 0;
-    let most = (trees.num_reqs * rows) as i32;
-    Buffer::new(trees.num_reqs + 1, POISON, || {
+    let most = (num_reqs * rows) as i32;
+    Buffer::new(num_reqs + 1, POISON, || {
         let start = next;
         next += rows as i32;
         if bytes.byte() < 240 { start } else { (bytes.int() as i32).min(most) }
@@ -294,6 +408,20 @@ macro_rules! params {
     }};
 }
 
+/// A struct of an older caller, or of one that lies; never longer than it is.
+fn shorten(bytes: &mut Bytes<'_>, struct_size: &mut u32) {
+    if bytes.byte() >= 224 {
+        *struct_size = bytes.int().clamp(0, i64::from(*struct_size)) as u32;
+    }
+}
+
+/// What a size query must do, on a CPU context: 0 bytes or a status, and `out` alone then.
+fn check_size_query(query: impl FnOnce(*mut usize) -> ddt_status) {
+    let mut size = usize::MAX;
+    let want = if succeeded(query(&mut size)) { 0 } else { usize::MAX };
+    assert_eq!(size, want);
+}
+
 fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let mut trees = Trees::new(bytes);
     let slots = trees.num_reqs * trees.max_nodes;
@@ -301,7 +429,7 @@ fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let (mut priorities, mut positions) = (ints(bytes, slots), longs(bytes, trees.num_reqs));
     let mut order = output(slots, POISON);
     let mut tree = trees.describe();
-    let params = params!(ddt_tree_mask_params {
+    let mut params = params!(ddt_tree_mask_params {
         num_reqs: tree.num_reqs,
         max_nodes: tree.max_nodes,
         num_nodes: num_nodes.pointer(),
@@ -309,16 +437,33 @@ fn tree_mask(bytes: &mut Bytes<'_>, context: *const ddt_context) {
         priorities: priorities.pointer(),
         root_positions: positions.pointer(),
         order: order.pointer(),
-        tree: &mut tree,
     });
+    let mut outputs = trees.outputs(&mut tree);
+    outputs.push(field(&mut params.order, &mut order));
+    let mut places = trees.places();
+    places.extend([num_nodes.place(), parents.place(), priorities.place(), positions.place(), order.place()]);
+    let overlaps = overlap(bytes, &outputs, &places);
+    shorten(bytes, &mut params.struct_size);
+    let mut tokens = ints(bytes, slots);
+    if bytes.byte() >= 128 {
+        params.tokens = tokens.pointer();
+    }
+    let mut optional = outputs;
+    optional.push(field(&mut params.priorities, &mut priorities));
+    optional.push(field(&mut params.root_positions, &mut positions));
+    leave_out(bytes, &optional);
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_mask(context, &params, null_mut()) });
     trees.check(is_ok);
     order.check("order", is_ok);
-    num_nodes.check("input", false);
-    parents.check("input", false);
-    if is_ok && !tree.parents.is_null() {
-        trees.check_trees();
+    num_nodes.check("num_nodes", is_ok && overlaps);
+    parents.check("parents", is_ok && overlaps);
+    priorities.check("priorities", is_ok && overlaps);
+    positions.check("root_positions", is_ok && overlaps);
+    tokens.check("tokens", false);
+    if is_ok && !overlaps {
+        trees.check_trees(&tree);
     }
 }
 
@@ -342,7 +487,6 @@ fn tree_build(bytes: &mut Bytes<'_>, context: *const ddt_context) {
         stop_tokens: stops.pointer(),
         max_stop_tokens: 2,
         max_candidates: 0,
-        tree: &mut tree,
     });
     if is_lattice {
         params.candidate_tokens = tensor(bytes, &mut tokens, DDT_DTYPE_I32, &[reqs, depths, width]);
@@ -366,25 +510,80 @@ fn tree_build(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     if optional & 4 != 0 {
         params.depth_scales = scales.pointer();
     }
-    if optional & 8 != 0 {
+    let has_index = optional & 8 != 0;
+    if has_index {
         params.tree_index = tensor(bytes, &mut index, DDT_DTYPE_I32, &[reqs]);
     }
+    let (mut spines, mut min_depths) = (ints(bytes, reqs), ints(bytes, reqs));
+    let optional_later = bytes.byte();
+    if optional_later & 1 != 0 {
+        params.spine_depths = spines.pointer();
+    }
+    if optional_later & 2 != 0 {
+        params.stop_min_depths = min_depths.pointer();
+    }
+    if optional_later & 4 != 0 && is_lattice {
+        // SAFETY: all zero is an absent tensor.
+        params.candidate_scores = unsafe { std::mem::zeroed() };
+    }
+    let outputs = trees.outputs(&mut tree);
+    let mut places = trees.places();
+    let mut inputs: [&mut Buffer<i32>; 9] = [
+        &mut tokens,
+        &mut index,
+        &mut roots,
+        &mut budgets,
+        &mut depth_caps,
+        &mut caps,
+        &mut stops,
+        &mut spines,
+        &mut min_depths,
+    ];
+    let mut float_inputs = [&mut scores, &mut transitions, &mut scales, &mut temperatures];
+    places.extend(inputs.iter_mut().map(|input| input.place()));
+    places.extend(float_inputs.iter_mut().map(|input| input.place()));
+    places.extend([positions.place(), seeds.place()]);
+    let overlaps = overlap(bytes, &outputs, &places);
+    shorten(bytes, &mut params.struct_size);
+    let mut long_index = longs(bytes, reqs);
+    if has_index {
+        if bytes.byte() >= 128 {
+            params.tree_index = tensor(bytes, &mut long_index, DDT_DTYPE_I64, &[reqs]);
+        }
+        // fewer requests than trees
+        let batch = (reqs - bytes.below(reqs + 1)) as i64;
+        for tensor in [
+            &mut params.tree_index,
+            &mut params.logits,
+            &mut params.candidate_tokens,
+            &mut params.candidate_scores,
+            &mut params.transition_scores,
+        ] {
+            tensor.shape[0] = tensor.shape[0].min(batch);
+        }
+    }
+    leave_out(bytes, &outputs);
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_build(context, &params, null_mut()) });
+    // SAFETY: as above.
+    check_size_query(|out| unsafe { ddt_tree_build_workspace_size(context, &params, out) });
     trees.check(is_ok);
-    scores.check("scores", false);
-    tokens.check("tokens", false);
-    budgets.check("budgets", false);
+    inputs.iter().for_each(|input| input.check("an input", is_ok && overlaps));
+    float_inputs.iter().for_each(|input| input.check("an input of floats", is_ok && overlaps));
+    positions.check("root_positions", is_ok && overlaps);
+    seeds.check("seeds", is_ok && overlaps);
+    long_index.check("tree_index", false);
     // with an index some trees may stay as they were
-    if is_ok && !tree.parents.is_null() && optional & 8 == 0 {
-        trees.check_trees();
+    if is_ok && !has_index && !overlaps {
+        trees.check_trees(&tree);
     }
 }
 
 fn tree_accept(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let mut trees = Trees::new(bytes);
     let (reqs, rows, vocab) = (trees.num_reqs, bytes.below(10), bytes.below(9));
-    let mut query_start = query_start(bytes, &trees, rows);
+    let mut query_start = query_start(bytes, trees.num_reqs, rows);
     let mut logits = floats(bytes, reqs * rows * vocab);
     let (mut temperatures, mut seeds) = (floats(bytes, reqs), longs(bytes, reqs));
     let path = reqs * (trees.max_depth + 1);
@@ -393,7 +592,6 @@ fn tree_accept(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let (mut next, mut rejected) = (output(reqs, i64::from(POISON)), output(reqs, POISON));
     let mut tree = trees.describe();
     let mut params = params!(ddt_tree_accept_params {
-        tree: &mut tree,
         query_start: query_start.pointer(),
         logits: tensor(bytes, &mut logits, DDT_DTYPE_F32, &[reqs * rows, vocab]),
         num_accepted: count.pointer(),
@@ -406,13 +604,40 @@ fn tree_accept(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     if bytes.byte() >= 128 {
         (params.temperatures, params.seeds) = (temperatures.pointer(), seeds.pointer());
     }
+    let mut node_tokens = longs(bytes, reqs * rows);
+    if bytes.byte() >= 128 {
+        // SAFETY: all zero is an absent tensor.
+        (params.logits, params.node_tokens) = (unsafe { std::mem::zeroed() }, node_tokens.pointer());
+    }
+    let outputs = [
+        field(&mut tree.flags, &mut trees.flags),
+        field(&mut params.num_accepted, &mut count),
+        field(&mut params.accepted_nodes, &mut nodes),
+        field(&mut params.output_tokens, &mut tokens),
+        field(&mut params.accepted_rows, &mut accepted_rows),
+        field(&mut params.next_positions, &mut next),
+        field(&mut params.num_rejected, &mut rejected),
+    ];
+    let mut places = trees.places();
+    places.extend([query_start.place(), logits.place(), temperatures.place(), seeds.place()]);
+    places.extend([node_tokens.place(), tokens.place(), accepted_rows.place()]);
+    let overlaps = overlap(bytes, &outputs, &places);
+    shorten(bytes, &mut params.struct_size);
+    leave_out(bytes, &outputs);
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_accept(context, &params, null_mut()) });
+    // SAFETY: as above.
+    check_size_query(|out| unsafe { ddt_tree_accept_workspace_size(context, &params, out) });
     // it may set bits of flags, and nothing else of the tree
     trees.flags.check("flags", is_ok);
     trees.flags.before.clone_from(&trees.flags.memory);
-    trees.check(false);
-    logits.check("logits", false);
+    trees.check(is_ok && overlaps);
+    query_start.check("query_start", is_ok && overlaps);
+    logits.check("logits", is_ok && overlaps);
+    temperatures.check("temperatures", is_ok && overlaps);
+    seeds.check("seeds", is_ok && overlaps);
+    node_tokens.check("node_tokens", is_ok && overlaps);
     count.check("num_accepted", is_ok);
     nodes.check("accepted_nodes", is_ok);
     tokens.check("output_tokens", is_ok);
@@ -426,7 +651,7 @@ fn tree_attention(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     let mut trees = Trees::new(bytes);
     let (reqs, rows, blocks) = (trees.num_reqs, bytes.below(10), bytes.below(4));
     let (block, table) = (1 + bytes.below(4), bytes.below(4));
-    let mut query_start = query_start(bytes, &trees, rows);
+    let mut query_start = query_start(bytes, trees.num_reqs, rows);
     let mut query = floats(bytes, reqs * rows * DIM);
     let (mut keys, mut values) = (floats(bytes, blocks * block * DIM), floats(bytes, blocks * block * DIM));
     let mut block_table = ints(bytes, reqs * table);
@@ -440,7 +665,6 @@ fn tree_attention(bytes: &mut Bytes<'_>, context: *const ddt_context) {
         block_table: tensor(bytes, &mut block_table, DDT_DTYPE_I32, &[reqs, table]),
         query_start: query_start.pointer(),
         seq_lens: seq_lens.pointer(),
-        tree: &mut tree,
         softmax_scale: bytes.float(),
         logit_softcap: bytes.float(),
         out: tensor(bytes, &mut out, DDT_DTYPE_F32, &[reqs * rows, 1, DIM]),
@@ -448,9 +672,36 @@ fn tree_attention(bytes: &mut Bytes<'_>, context: *const ddt_context) {
     if bytes.byte() >= 128 {
         params.prefix_rows = prefix.pointer();
     }
+    let inputs = [
+        field(&mut tree.num_nodes, &mut trees.num_nodes),
+        field(&mut tree.ancestor_bits, &mut trees.bits),
+        field(&mut params.block_table.data, &mut block_table),
+        field(&mut params.query_start, &mut query_start),
+        field(&mut params.seq_lens, &mut seq_lens),
+        field(&mut params.query.data, &mut query),
+        field(&mut params.key_cache.data, &mut keys),
+        field(&mut params.value_cache.data, &mut values),
+    ];
+    carry(bytes, &inputs, &mut out);
+    shorten(bytes, &mut params.struct_size);
+    let heads = bytes.byte();
+    if heads & 1 != 0 {
+        pair_heads(&mut params.query);
+        pair_heads(&mut params.out);
+    }
+    if heads & 2 != 0 {
+        pair_heads(&mut params.key_cache);
+        pair_heads(&mut params.value_cache);
+    }
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_tree_attention(context, &params, null_mut()) });
+    // SAFETY: as above.
+    check_size_query(|out| unsafe { ddt_tree_attention_workspace_size(context, &params, out) });
     trees.check(false);
+    query_start.check("query_start", false);
+    seq_lens.check("seq_lens", false);
+    prefix.check("prefix_rows", false);
     query.check("query", false);
     keys.check("keys", false);
     values.check("values", false);
@@ -465,7 +716,7 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     let mut trees = Trees::new(bytes);
     let (reqs, rows, slots) = (trees.num_reqs, bytes.below(6), bytes.below(4));
     let total = reqs * rows;
-    let mut query_start = query_start(bytes, &trees, rows);
+    let mut query_start = query_start(bytes, trees.num_reqs, rows);
     // long arrays of few different values: inputs stay short
     let pattern: Vec<f32> = (0..8).map(|_| bytes.float()).collect();
     let big = |len: usize| {
@@ -475,13 +726,13 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
             pattern[i % 8]
         })
     };
-    let (mut weight, mut conv) = (big(CHANNELS * 4), big(slots * CHANNELS * 3));
+    let (mut weight, mut bias, mut conv) = (big(CHANNELS * 4), big(CHANNELS), big(slots * CHANNELS * 3));
     let (mut state, mut stash) = (big(slots * DIM * DIM), big(total * CHANNELS));
     let (mut gates, mut qkv, mut out) = (big(total * 2), big(total * CHANNELS), big(total * DIM));
     let (mut a, mut b) = (floats(bytes, total), floats(bytes, total));
     let (mut a_log, mut dt_bias) = (floats(bytes, 1), floats(bytes, 1));
     let (mut state_slots, mut snapshot_slots) = (ints(bytes, reqs), ints(bytes, reqs));
-    let layer = ddt_gdn_layer {
+    let mut layer = ddt_gdn_layer {
         conv_weight: tensor(bytes, &mut weight, DDT_DTYPE_F32, &[CHANNELS, 4]),
         // SAFETY: all zero is an absent tensor.
         conv_bias: unsafe { std::mem::zeroed() },
@@ -494,22 +745,47 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     };
     let mut tree = trees.describe();
     if !is_commit {
-        let params = params!(ddt_gdn_verify_params {
-            layer: layer,
+        let mut params = params!(ddt_gdn_verify_params {
             mixed_qkv: tensor(bytes, &mut qkv, DDT_DTYPE_F32, &[total, CHANNELS]),
             a: tensor(bytes, &mut a, DDT_DTYPE_F32, &[total, 1]),
             b: tensor(bytes, &mut b, DDT_DTYPE_F32, &[total, 1]),
             a_log: tensor(bytes, &mut a_log, DDT_DTYPE_F32, &[1]),
             dt_bias: tensor(bytes, &mut dt_bias, DDT_DTYPE_F32, &[1]),
             query_start: query_start.pointer(),
-            tree: &mut tree,
             scale: bytes.float(),
             norm_eps: bytes.float(),
             out: tensor(bytes, &mut out, DDT_DTYPE_F32, &[total, 1, DIM]),
         });
+        let [_, parents, depths, ..] = trees.per_node.each_mut();
+        let inputs = [
+            field(&mut tree.num_nodes, &mut trees.num_nodes),
+            field(&mut tree.parents, parents),
+            field(&mut tree.depths, depths),
+            field(&mut tree.ancestors, &mut trees.ancestors),
+            field(&mut params.query_start, &mut query_start),
+            field(&mut params.mixed_qkv.data, &mut qkv),
+            field(&mut params.a.data, &mut a),
+            field(&mut params.a_log.data, &mut a_log),
+            field(&mut layer.state_slots, &mut state_slots),
+            field(&mut layer.conv_weight.data, &mut weight),
+            field(&mut layer.conv_state.data, &mut conv),
+        ];
+        let target = if bytes.byte() < 128 { &mut out } else { &mut stash };
+        carry(bytes, &inputs, target);
+        shorten(bytes, &mut params.struct_size);
+        if bytes.byte() >= 128 {
+            layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
+        }
+        (params.layer, params.tree) = (layer, &mut tree);
         // SAFETY: every buffer is as long as the parameters say.
         let is_ok = succeeded(unsafe { ddt_gdn_verify(context, &params, null_mut()) });
+        // SAFETY: as above.
+        check_size_query(|out| unsafe { ddt_gdn_verify_workspace_size(context, &params, out) });
         trees.check(false);
+        query_start.check("query_start", false);
+        state_slots.check("state_slots", false);
+        weight.check("conv_weight", false);
+        bias.check("conv_bias", false);
         conv.check("conv_state", false);
         state.check("ssm_state", false);
         qkv.check("mixed_qkv", false);
@@ -523,7 +799,7 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     let mut row_slots = longs(bytes, total);
     let (mut count, mut nodes) = (ints(bytes, reqs), ints(bytes, reqs * trees.max_depth));
     let mut snapshot_tokens = ints(bytes, reqs);
-    let kv = ddt_kv_layer {
+    let mut kv = ddt_kv_layer {
         key_cache: tensor(bytes, &mut keys, DDT_DTYPE_F32, &[blocks, 1, block, 4]),
         value_cache: tensor(bytes, &mut values, DDT_DTYPE_F32, &[blocks, 1, block, 4]),
         row_slots: row_slots.pointer(),
@@ -531,9 +807,6 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     let mut params = params!(ddt_commit_params {
         num_gdn_layers: 1,
         num_kv_layers: 1,
-        gdn_layers: &layer,
-        kv_layers: &kv,
-        tree: &mut tree,
         query_start: query_start.pointer(),
         num_accepted: count.pointer(),
         accepted_nodes: nodes.pointer(),
@@ -542,9 +815,44 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     if !layer.snapshot_slots.is_null() {
         params.snapshot_tokens = snapshot_tokens.pointer();
     }
+    let inputs = [
+        field(&mut tree.num_nodes, &mut trees.num_nodes),
+        field(&mut params.query_start, &mut query_start),
+        field(&mut params.num_accepted, &mut count),
+        field(&mut params.accepted_nodes, &mut nodes),
+        field(&mut params.snapshot_tokens, &mut snapshot_tokens),
+        field(&mut layer.state_slots, &mut state_slots),
+        field(&mut layer.snapshot_slots, &mut snapshot_slots),
+        field(&mut layer.stash_qkv.data, &mut stash),
+        field(&mut layer.stash_gates.data, &mut gates),
+        field(&mut kv.row_slots, &mut row_slots),
+    ];
+    let is_carried = carry(bytes, &inputs, &mut state);
+    // keys and values that share their memory
+    overlap(bytes, &[field(&mut kv.value_cache.data, &mut values)], &[keys.place(), state.place()]);
+    shorten(bytes, &mut params.struct_size);
+    if bytes.byte() >= 128 {
+        layer.conv_bias = tensor(bytes, &mut bias, DDT_DTYPE_F32, &[CHANNELS]);
+    }
+    let (gdn_layers, kv_layers) = ([layer; 2], [kv; 2]);
+    if bytes.byte() >= 224 {
+        params.num_kv_layers = [0, 2, -1][bytes.below(3)];
+        // without a stash nothing but query_start says how long row_slots is: it must be right then
+        params.num_gdn_layers = [1, 0, 2, -1][if is_carried { 0 } else { bytes.below(4) }];
+    }
+    (params.gdn_layers, params.kv_layers) = (gdn_layers.as_ptr(), kv_layers.as_ptr());
+    params.tree = &mut tree;
     // SAFETY: every buffer is as long as the parameters say.
     let is_ok = succeeded(unsafe { ddt_commit(context, &params, null_mut()) });
+    // SAFETY: as above.
+    check_size_query(|out| unsafe { ddt_commit_workspace_size(context, &params, out) });
     trees.check(false);
+    query_start.check("query_start", false);
+    count.check("num_accepted", false);
+    nodes.check("accepted_nodes", false);
+    state_slots.check("state_slots", false);
+    weight.check("conv_weight", false);
+    bias.check("conv_bias", false);
     stash.check("stash_qkv", false);
     gates.check("stash_gates", false);
     row_slots.check("row_slots", false);
@@ -554,21 +862,128 @@ fn layers(bytes: &mut Bytes<'_>, context: *const ddt_context, is_commit: bool) {
     values.check("values", is_ok);
 }
 
-/// One call on a CPU context. Panics where the library did what it must not.
-pub fn run(data: &[u8]) {
-    let params = params!(ddt_context_params { abi_version: DDT_ABI_VERSION });
+fn tree_gather(bytes: &mut Bytes<'_>, context: *const ddt_context) {
+    // one word of ancestor_bits for a node, or two
+    const SIZES: [usize; 8] = [1, 2, 5, 8, 9, 32, 33, 40];
+    let (from_nodes, to_nodes) = (SIZES[bytes.below(8)], SIZES[bytes.below(8)]);
+    let (from_reqs, to_reqs, max_depth) = (bytes.below(4), bytes.below(4), bytes.below(5));
+    let (num_trees, rows, axes) = (bytes.below(4), bytes.below(10), bytes.below(4));
+    let mut source_trees = Trees::with_sizes(bytes, from_reqs, from_nodes, max_depth);
+    let mut trees = Trees::with_sizes(bytes, to_reqs, to_nodes, max_depth);
+    let (mut index, mut long_index) = (ints(bytes, num_trees), longs(bytes, num_trees));
+    let mut query_start = query_start(bytes, num_trees, rows);
+    let total = num_trees * rows;
+    let (mut positions, mut mrope) = (longs(bytes, total), longs(bytes, axes * total));
+    let (mut source, mut tree) = (source_trees.describe(), trees.describe());
+    let mut params = params!(ddt_tree_gather_params { query_start: query_start.pointer() });
+    params.tree_index = match bytes.byte() {
+        0..128 => tensor(bytes, &mut index, DDT_DTYPE_I32, &[num_trees]),
+        _ => tensor(bytes, &mut long_index, DDT_DTYPE_I64, &[num_trees]),
+    };
+    let optional = bytes.byte();
+    if optional & 1 != 0 {
+        params.positions = tensor(bytes, &mut positions, DDT_DTYPE_I64, &[total]);
+    }
+    if optional & 2 != 0 {
+        params.mrope_positions = tensor(bytes, &mut mrope, DDT_DTYPE_I64, &[axes, total]);
+    }
+    let mut outputs = trees.outputs(&mut tree);
+    outputs.push(field(&mut params.positions.data, &mut positions));
+    outputs.push(field(&mut params.mrope_positions.data, &mut mrope));
+    let mut places = source_trees.places();
+    places.extend(trees.places());
+    places.extend([index.place(), long_index.place(), query_start.place(), positions.place(), mrope.place()]);
+    let overlaps = overlap(bytes, &outputs, &places);
+    shorten(bytes, &mut params.struct_size);
+    (params.source, params.tree) = (&mut source, &mut tree);
+    if bytes.byte() >= 240 {
+        params.tree = params.source;
+    }
+    let overlaps = overlaps || params.tree == params.source;
+    // SAFETY: every buffer is as long as the parameters say.
+    let is_ok = succeeded(unsafe { ddt_tree_gather(context, &params, null_mut()) });
+    source_trees.check(is_ok && overlaps);
+    index.check("tree_index", is_ok && overlaps);
+    long_index.check("tree_index", is_ok && overlaps);
+    query_start.check("query_start", is_ok && overlaps);
+    trees.check(is_ok);
+    positions.check("positions", is_ok);
+    mrope.check("mrope_positions", is_ok);
+    if !is_ok || overlaps {
+        return;
+    }
+    for tree in 0..to_reqs {
+        let count = trees.num_nodes.memory[GUARD + tree];
+        assert!((0..=to_nodes as i32).contains(&count), "num_nodes {count}");
+        if count > 0 {
+            let is_i64 = params.tree_index.dtype == DDT_DTYPE_I64;
+            let from =
+                if is_i64 { long_index.memory[GUARD + tree] } else { index.memory[GUARD + tree].into() };
+            let from = from as usize;
+            for (i, (to_field, from_field)) in trees.per_node.iter().zip(&source_trees.per_node).enumerate() {
+                let got = &to_field.memory[GUARD + tree * to_nodes..][..to_nodes];
+                let want = &from_field.memory[GUARD + from * from_nodes..][..to_nodes];
+                let is_absent = got.iter().eq(&to_field.before[GUARD + tree * to_nodes..][..to_nodes]);
+                assert!(got == want || is_absent, "field {i} of tree {tree}");
+            }
+        }
+    }
+}
+
+/// What needs no context, or makes one.
+fn context(bytes: &mut Bytes<'_>) {
+    let mut params = params!(ddt_context_params {
+        abi_version: if bytes.byte() < 128 { DDT_ABI_VERSION } else { bytes.int() as u32 },
+        device: bytes.int() as u32,
+        device_index: bytes.int() as i32,
+        flags: bytes.int() as u32,
+    });
+    shorten(bytes, &mut params.struct_size);
     let mut context = null_mut();
     // SAFETY: both pointers are valid.
-    assert_eq!(unsafe { ddt_context_create(&params, &mut context) }, DDT_OK);
-    let mut bytes = Bytes(data);
-    match bytes.below(6) {
-        0 => tree_mask(&mut bytes, context),
-        1 => tree_build(&mut bytes, context),
-        2 => tree_accept(&mut bytes, context),
-        3 => tree_attention(&mut bytes, context),
-        4 => layers(&mut bytes, context, false),
-        _ => layers(&mut bytes, context, true),
-    }
-    // SAFETY: made above, and nobody else has it.
+    let is_ok = succeeded(unsafe { ddt_context_create(&params, &mut context) });
+    assert_eq!(is_ok, !context.is_null());
+    // SAFETY: made above, or NULL.
     unsafe { ddt_context_free(context) };
+    // SAFETY: NULL is allowed as far as the library has to notice it.
+    assert!(!succeeded(unsafe { ddt_context_create(null(), &mut context) }));
+    let status = bytes.int() as i32;
+    // SAFETY: the string is static.
+    let name = unsafe { std::ffi::CStr::from_ptr(ddt_status_name(status)) };
+    assert!(name.to_bytes().starts_with(b"DDT_"), "{name:?} for {status}");
+    let mut text = output(bytes.below(200), 0x5au8);
+    let (len, mut needed) = (text.place().bytes, 0);
+    // SAFETY: the buffer is as long as said.
+    assert_eq!(unsafe { ddt_last_error(text.pointer().cast(), len, &mut needed) }, DDT_OK);
+    text.check("the message", true);
+    if len > 0 {
+        let end = text.memory[GUARD..GUARD + len].iter().position(|&byte| byte == 0);
+        assert!(end.is_some_and(|end| end < needed), "no NUL in {len} bytes");
+    }
+}
+
+type Operation = fn(&mut Bytes<'_>, *const ddt_context);
+
+/// The operations, and the names of their fuzz targets and of their folders in the corpus.
+pub const OPERATIONS: [(&str, Operation); 8] = [
+    ("tree_mask", tree_mask),
+    ("tree_build", tree_build),
+    ("tree_accept", tree_accept),
+    ("tree_attention", tree_attention),
+    ("gdn_verify", |bytes, cpu| layers(bytes, cpu, false)),
+    ("commit", |bytes, cpu| layers(bytes, cpu, true)),
+    ("tree_gather", tree_gather),
+    ("context", |bytes, _| context(bytes)),
+];
+
+/// One call on a CPU context. Panics where the library did what it must not.
+pub fn run(operation: &str, data: &[u8]) {
+    let (_, call) = OPERATIONS.iter().find(|(name, _)| *name == operation).expect("an operation");
+    let params = params!(ddt_context_params { abi_version: DDT_ABI_VERSION });
+    let mut cpu = null_mut();
+    // SAFETY: both pointers are valid.
+    assert_eq!(unsafe { ddt_context_create(&params, &mut cpu) }, DDT_OK);
+    call(&mut Bytes(data), cpu);
+    // SAFETY: made above, and nobody else has it.
+    unsafe { ddt_context_free(cpu) };
 }
