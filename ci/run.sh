@@ -131,7 +131,7 @@ export_vllm_environment() {
 
 # ---- test
 
-# Every stage that exists, the longest last: Rust, C, then each folder of tests/ with Python tests.
+# Every stage that exists, the longest last: lint, Rust, C, then each folder of tests/ with Python tests.
 all_stages() {
     echo lint
     echo rust

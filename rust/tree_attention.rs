@@ -177,9 +177,10 @@ struct Request {
     num_nodes: usize,
     /// KV token of the root, which is the number of tokens that all nodes see.
     root_token: usize,
-    /// Blocks of all tokens that its rows see, and the nodes that each node sees. Copies: what was
-    /// checked must stay so while `out` is written, wherever that is.
+    /// Blocks of all tokens that its rows see. A copy, as is `ancestors`: what was checked must stay
+    /// so while `out` is written, wherever that is.
     blocks: Vec<usize>,
+    /// The nodes that each node sees, ascending.
     ancestors: Vec<Vec<usize>>,
 }
 
