@@ -30,7 +30,7 @@ OUT = ROOT / ".build" / "demo"
 # of bf16 at the size of these logits, so that which of them is ahead depends on the order of a sum.
 NEAR_TIE = 0.125
 METHODS = ("none", "dflash", "ddtree")
-# A line that is an error, behind the names of process and logger; warnings quote errors too.
+# A line that is an error, behind the names of process and logger.
 ERROR = re.compile(r"(?:\([^)]*\) |\[[^\]]*\]:? |ERROR \S+ \S+ )*((?:\w+\.)*\w*(?:Error|Exception): .+)")
 COLOUR = sys.stdout.isatty()
 
@@ -43,6 +43,11 @@ def bold(text):
     return f"\033[1m{text}\033[0m" if COLOUR else text
 
 
+def first_error(lines):
+    """The cause of a server's end: its processes report each other's ends after it, and warnings before it quote errors."""
+    return next((found[1] for line in lines if (found := ERROR.match(line))), None)
+
+
 def fail(text, log=None):
     print(f"demo: {text}", file=sys.stderr)
     if log is not None and log.exists():
@@ -50,10 +55,7 @@ def fail(text, log=None):
         print(f"The end of {log.relative_to(ROOT)}:", file=sys.stderr)
         for line in lines[-25:]:
             print(f"    {line}", file=sys.stderr)
-        # the servers' processes report each other's ends, so the cause is not at the end
-        causes = (ERROR.match(line) for line in lines)
-        cause = next((found[1] for found in causes if found), None)
-        if cause:
+        if cause := first_error(lines):
             print(f"The first error in it:\n    {cause}", file=sys.stderr)
     sys.exit(1)
 
